@@ -19,7 +19,7 @@ $(BIN)/.core: pyproject.toml
 	@touch $@
 
 $(BIN)/.dev: pyproject.toml $(BIN)/.core
-	$(BIN)/python -m pip install -q -e '.[test,lint,plan,tensorboard,serve]'
+	$(BIN)/python -m pip install -q -e '.[test,lint,plan,plan-gpu,tensorboard,serve]'
 	@touch $@
 
 demo: $(BIN)/.core  ## score real text with a real model on 8 virtual CPU devices
@@ -64,10 +64,10 @@ test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)
 test-sources: $(BIN)/.dev  ## what reads the source code of transformers; for a new version of it
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m sources tests/parity/test_every_field.py
 
-test-aot: $(BIN)/.dev  ## what compiles with the real TPU compiler, without a TPU (74 CPU minutes)
+test-aot: $(BIN)/.dev  ## what compiles with the real compilers of TPUs and GPUs, without either (80 CPU minutes)
 	$(BIN)/python -m pytest -q -m aot
 
-test-aot-ci: $(BIN)/.dev  ## about a dozen of these compiles, at full depth (<= 8 minutes)
+test-aot-ci: $(BIN)/.dev  ## about fifteen of these compiles, at full depth (<= 10 minutes)
 	$(BIN)/python -m pytest -q -m 'aot and ci'
 
 golden: $(BIN)/.dev  ## write tests/golden and pasted output in docs anew; review the diff (<= 5 minutes)

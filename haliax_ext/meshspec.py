@@ -9,7 +9,7 @@ hosts), or a process where devices have no slices.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import haliax as hax
 import numpy as np
@@ -156,7 +156,8 @@ class MeshSpec:
             factors = " × ".join(str(size) for _, size in self.axes)
             raise MeshError(f"mesh {self} needs {factors} = {self.size} devices, but {len(devices)} were given")
         if slices is not None:
-            devices = [_DeviceOfSlice(*pair) for pair in zip(devices, slices, strict=True)]
+            placed = [_DeviceOfSlice(*pair) for pair in zip(devices, slices, strict=True)]
+            devices = cast("list[Device]", placed)
         axis_types = (AxisType.Auto,) * len(self.axes)
         # Each mesh axis is entirely inside a granule or entirely across granules: one of its two factors is 1.
         ici = tuple(1 if name in self.dcn else size for name, size in self.axes)
@@ -182,7 +183,7 @@ class MeshSpec:
         else:
             array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
         if slices is not None:
-            array = np.vectorize(lambda placed: placed.device, otypes=[object])(array)
+            array = _without_slices(array)
         return Mesh(array, self.names, axis_types=axis_types)
 
 
@@ -195,6 +196,13 @@ class _DeviceOfSlice:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.device, name)
+
+
+def _without_slices(placed: np.ndarray) -> np.ndarray:
+    devices = np.empty(placed.shape, dtype=object)
+    for position, item in np.ndenumerate(placed):
+        devices[position] = cast(_DeviceOfSlice, item).device
+    return devices
 
 
 def granules(devices: Sequence[Device], kind: Literal["slice", "process"]) -> Mapping[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from aot import plain_llama
-from helpers.golden import skip_on_another_libtpu
+from helpers.golden import skip_on_another_compiler
 
 from levanter.hardware import compiler_options, parse_accelerator
 from levanter.plan.aot import Compiled, Outcome, Refused, compile_programs
@@ -60,7 +60,7 @@ def test_the_test_half_within_fifteen_percent(case):
         assert abs(published.deviation(case, figures)) <= 0.15
     assert time.low <= time.expected <= time.high
     # The kept sums are what the documents print.
-    skip_on_another_libtpu(published.FIGURES.name, {"libtpu": kept.libtpu})
+    skip_on_another_compiler(published.FIGURES.name, {"libtpu": kept.libtpu})
     assert figures.cycles == pytest.approx(kept.cycles, rel=0.02)
     assert figures.exposed == pytest.approx(kept.exposed, rel=0.05)
 

@@ -23,6 +23,7 @@ BY_NAME_ONLY = {
     "s3fs": "fsspec opens s3:// with it",
     "pytest-xdist": "pytest's option -n",
     "pytest-timeout": "pytest's option --timeout",
+    "jax-cuda13-plugin": "JAX loads the GPU compiler from it",
 }
 """Declared and never imported by us, with the reason."""
 

@@ -110,3 +110,13 @@ class TestHybrid:
         devices = [HostDevice(id=n, process_index=n // 4) for n in range(8)]
         assert granules(devices, "slice") == {0: 8}
         assert granules(devices, "process") == {0: 4, 1: 4}
+
+
+def test_devices_that_do_not_state_their_slice(devices):
+    """Those of a GPU compiler: the caller knows the slices, and the mesh has the devices themselves."""
+    spec = MeshSpec(axes=(("data", 4), ("between", 2)), dcn=("between",))
+    mesh = spec.build(devices, slices=[number // 4 for number in range(8)])
+    assert [[device.id for device in row] for row in mesh.devices] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert all(device in devices for device in mesh.devices.flat)
+    with pytest.raises(MeshError, match="2 granules"):
+        spec.build(devices)

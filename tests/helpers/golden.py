@@ -41,28 +41,28 @@ def assert_golden_json(name: str, facts: Mapping[str, Json]) -> None:
     _assert_same(name, json.loads(_read(name)), facts, anew="make golden")
 
 
-def assert_golden_compiled(name: str, facts: Mapping[str, Json]) -> None:
-    """Like `assert_golden_json`, for what a compiler said: the file names the libtpu and the JAX that made it.
+def assert_golden_compiled(name: str, facts: Mapping[str, Json], *, compiler: str = "libtpu") -> None:
+    """Like `assert_golden_json`, for what a compiler said: the file names the compiler's package and the JAX of it.
 
-    Where another libtpu is installed the figures are not compared: the test is skipped with both names. So this comes
+    Where another version is installed the figures are not compared: the test is skipped with both names. So this comes
     last, after everything that holds with any compiler.
     """
     if updating():
-        _write(name, json_text({"made_with": made_with(), **facts}) + "\n")
+        _write(name, json_text({"made_with": made_with(compiler), **facts}) + "\n")
     kept = json.loads(_read(name))
-    skip_on_another_libtpu(name, kept.pop("made_with"))
+    skip_on_another_compiler(name, kept.pop("made_with"), compiler=compiler)
     _assert_same(name, kept, facts, anew="make golden-compiled")
 
 
-def made_with() -> dict[str, str]:
-    """What compiles here: the versions of libtpu and JAX."""
-    return {package: importlib.metadata.version(package) for package in ("libtpu", "jax")}
+def made_with(compiler: str = "libtpu") -> dict[str, str]:
+    """What compiles here: the versions of a compiler's package and of JAX."""
+    return {package: importlib.metadata.version(package) for package in (compiler, "jax")}
 
 
-def skip_on_another_libtpu(name: str, maker: Mapping[str, str]) -> None:
-    """Skips the test, saying why, unless the libtpu that is installed is the one that made a golden file."""
-    here = made_with()
-    if here["libtpu"] != maker["libtpu"]:
+def skip_on_another_compiler(name: str, maker: Mapping[str, str], *, compiler: str = "libtpu") -> None:
+    """Skips the test, saying why, unless the compiler that is installed is the one that made a golden file."""
+    here = made_with(compiler)
+    if here[compiler] != maker[compiler]:
         theirs, ours = (", ".join(f"{what} {one[what]}" for what in maker) for one in (maker, here))
         pytest.skip(
             f"tests/golden/{name} was made with {theirs}; installed: {ours}. Its figures are not compared; "

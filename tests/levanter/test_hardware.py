@@ -10,6 +10,7 @@ from levanter.hardware import (
     find_generation,
     parse_accelerator,
 )
+from levanter.hardware.memory import FRACTION_VARIABLES, GpuMemoryError, memory_fraction
 
 pytestmark = pytest.mark.quick
 
@@ -87,11 +88,51 @@ def test_names_round_trip_through_their_canonical_form():
             assert target.chips == chips
 
 
-def test_gpus_for_arithmetic():
+def test_gpus_by_hosts_and_nvlink_domains():
     two_hosts = parse_accelerator("h100x16")
-    assert (two_hosts.chips, two_hosts.hosts, two_hosts.slices, two_hosts.can_compile) == (16, 2, 2, False)
+    assert (two_hosts.chips, two_hosts.hosts, two_hosts.slices, two_hosts.can_compile) == (16, 2, 2, True)
+    assert two_hosts.topology_name == "2x1x8" and parse_accelerator("h100x4").topology_name == "1x1x4"
     assert parse_accelerator("h100x4").hosts == 1
     assert parse_accelerator("a100x8").peak_flops("f32") == pytest.approx(19.5e12)
+    # A domain of GB200 spans eighteen hosts of four; a part of it is one domain, more are whole ones.
+    racks, part = parse_accelerator("gb200x144"), parse_accelerator("GB200x16")
+    assert (racks.slices, racks.hosts, racks.topology_name) == (2, 36, "2x18x4")
+    assert (part.slices, part.hosts, part.topology_name) == (1, 4, "1x4x4")
+
+
+def test_cards_whose_names_have_a_hyphen():
+    for name, memory in (("a100-40x8", 42331013120), ("h100-pcieX2", 84942979072), ("rtx6000prox4", 103079215104)):
+        target = parse_accelerator(name)
+        assert target.name == name.lower() and target.generation.hbm_bytes == memory
+    found = {kind: find_generation(kind) for kind in ("NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 NVL")}
+    assert [generation and generation.name for generation in found.values()] == ["h100-pcie", "a100", "h100"]
+
+
+@pytest.mark.parametrize(("name", "text", "share"), [(None, "", 0.75), *((v, "0.9", 0.9) for v in FRACTION_VARIABLES)])
+def test_of_a_gpu_the_allocator_takes_a_share(monkeypatch, name, text, share):
+    for variable in FRACTION_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    if name is not None:
+        monkeypatch.setenv(name, text)
+    assert parse_accelerator("h100x8").hbm_bytes == int(84942979072 * share)
+
+
+def test_a_share_that_the_driver_needs_itself_is_not_promised(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
+    assert parse_accelerator("l4x1").hbm_bytes == (23034 << 20) - (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"XLA_CLIENT_MEM_FRACTION": "most"}, "XLA_CLIENT_MEM_FRACTION=most: expected a share"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "-1"}, "above 0 and at most 1"),
+        (dict.fromkeys(FRACTION_VARIABLES, "0.5"), "are both set"),
+    ],
+)
+def test_a_share_that_jax_would_refuse(variables, message):
+    with pytest.raises(GpuMemoryError, match=message):
+        memory_fraction(variables)
 
 
 def test_peaks_follow_from_matrix_units_and_clock():
@@ -127,6 +168,9 @@ def test_f32_costs_six_passes():
         ("v6e:4x4x4", ["2 dimensions, this one has 3"]),
         ("h100x12", ["hosts of 8", "h100x8 or h100x16"]),
         ("h100:8", ["specified by their count alone"]),
+        ("gb200x6", ["hosts of 4", "gb200x4 or gb200x8"]),
+        ("gb200x100", ["NVLink domains of 72", "gb200x72 or gb200x144"]),
+        ("h100-sxmx8", ["unknown accelerator"]),
         ("v4x8", ["write v4-8"]),
     ],
 )

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import cached_property, lru_cache
 
 from levanter.hardware.generations import BF16_PASSES, GENERATIONS, Generation, Precision
-from levanter.hardware.gpus import allocator_bytes, memory_fraction
+from levanter.hardware.memory import allocator_bytes, memory_fraction
 
 MOST_SLICES = 256
 """The most slices of one target. The largest published job has 199 (of 256 chips of v5e)."""

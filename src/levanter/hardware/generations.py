@@ -11,15 +11,16 @@ compiler itself states when a program asks for too much (libtpu 0.0.42.1). Clock
 counts (524,288 FLOPs a cycle); tpu7x's is not published and is taken from the same FLOPs a cycle for each of its two
 cores, which the compiler's counts of large products agree with (448,000 at the most, v6e 471,000). Memory of a host:
 the same pages, of machines with four chips. A chip's link to its host: PCIe, about 15 GB/s each way in "How to Scale
-Your Model"; of GPUs sixteen lanes of PCIe 4 or 5, less their overhead. GPU figures: NVIDIA's data sheets, dense (without
-sparsity), and for memory `hardware.gpus`. Networks between hosts of GPUs: one 400 Gbit/s NIC a GPU (H100, H200, B200 in
-the vendors' reference designs), 200 Gbit/s for A100, 800 for B300, and what PCIe servers commonly have for the others.
+Your Model"; of GPUs sixteen lanes of PCIe 4 or 5, less their overhead. GPU figures: NVIDIA's data sheets, dense
+(without sparsity). Cores, clocks, caches and memory of a GPU: the descriptions that openxla/xla ships for compiling
+without one (`xla/backends/gpu/target_config/specs`); of L4, which has none there, NVIDIA's data sheet and its *Ada GPU
+Architecture* paper, and the memory that NVIDIA's tools report. Networks between hosts of GPUs: one 400 Gbit/s NIC a
+GPU (H100, H200, B200 in the vendors' reference designs), 200 Gbit/s for A100, 800 for B300, and what PCIe servers
+commonly have for the others.
 """
 
 from dataclasses import dataclass
 from typing import Literal
-
-from levanter.hardware import gpus
 
 GIB = 1 << 30
 GB = 10**9
@@ -28,6 +29,86 @@ TERA = 10**12
 Precision = Literal["bf16", "high", "f32"]
 # A matmul of f32 operands on an MXU is done in bf16 passes: one for "default", three for "high", six for "highest".
 BF16_PASSES: dict[str, int] = {"bf16": 1, "high": 3, "f32": 6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuDescription:
+    """The properties of a card from which XLA's compiler chooses kernels, tiles and memory.
+
+    Attributes:
+        capability: CUDA compute capability, major and minor.
+        accelerated: whether the compiler may use instructions of this architecture alone (`sm_90a`).
+        cores: streaming multiprocessors.
+        clock_ghz: their highest clock.
+        l2_bytes: of the second-level cache.
+        shared_bytes: shared memory of a core.
+        block_shared_bytes: of it, what one block can have.
+        core_threads: the most threads of a core.
+        core_fpus: FP32 units of a core.
+        nvlinks: links to other cards; 0 for cards on PCIe.
+    """
+
+    capability: tuple[int, int]
+    accelerated: bool = False
+    cores: int
+    clock_ghz: float
+    l2_bytes: int
+    shared_bytes: int = 233472
+    block_shared_bytes: int = 232448
+    core_threads: int = 2048
+    core_fpus: int = 128
+    nvlinks: int = 0
+
+    def target_config(
+        self, *, name: str, memory_bytes: int, bandwidth: float, cudnn: tuple[int, int, int], cuda: tuple[int, int, int]
+    ) -> str:
+        """The text of XLA's `GpuTargetConfigProto`, from which the compiler makes a topology without a device.
+
+        Args:
+            name: the vendor's name of the card.
+            memory_bytes: of the card.
+            bandwidth: of its memory, bytes/s.
+            cudnn: version of cuDNN that the run will have.
+            cuda: version of the CUDA runtime.
+        """
+        major, minor = self.capability
+        feature = " feature_extension: ACCELERATED_FEATURES" if self.accelerated else ""
+        # Limits of a block are the same on every architecture that is planned here.
+        numbers = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 49152,
+            "shared_memory_per_core": self.shared_bytes,
+            "shared_memory_per_block_optin": self.block_shared_bytes,
+            "threads_per_core_limit": self.core_threads,
+            "core_count": self.cores,
+            "fpus_per_core": self.core_fpus,
+            "block_dim_limit_x": 2147483647,
+            "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535,
+            "thread_dim_limit_x": 1024,
+            "thread_dim_limit_y": 1024,
+            "thread_dim_limit_z": 64,
+            "memory_bandwidth": int(bandwidth),
+            "l2_cache_size": self.l2_bytes,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": memory_bytes,
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+        }
+        facts = "\n".join(f"  {key}: {value}" for key, value in numbers.items())
+        links = f"\n  device_interconnect_info {{ active_links: {self.nvlinks} }}" if self.nvlinks else ""
+        return (
+            f"gpu_device_info {{\n{facts}\n"
+            f"  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}{links}\n}}\n"
+            f'platform_name: "CUDA"\n'
+            f"dnn_version_info {{ {_version(cudnn)} }}\nruntime_version {{ {_version(cuda)} }}\n"
+            f'device_description_str: "{name}"\n'
+        )
+
+
+def _version(parts: tuple[int, int, int]) -> str:
+    return "major: {} minor: {} patch: {}".format(*parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +162,45 @@ class Generation:
     host_link_bandwidth: float | None = None
     host_bytes: int | None = None
     clock_hz: float | None = None
-    gpu: gpus.GpuDescription | None = None
+    gpu: GpuDescription | None = None
     nvlink_domain: int = 8
 
+
+_A100 = GpuDescription(
+    capability=(8, 0),
+    cores=108,
+    clock_ghz=1.41,
+    l2_bytes=41943040,
+    shared_bytes=167936,
+    block_shared_bytes=166912,
+    core_fpus=64,
+    nvlinks=12,
+)
+_H100 = GpuDescription(capability=(9, 0), accelerated=True, cores=132, clock_ghz=1.98, l2_bytes=52428800, nvlinks=18)
+_H100_PCIE = GpuDescription(capability=(9, 0), accelerated=True, cores=114, clock_ghz=1.755, l2_bytes=52428800)
+_B200 = GpuDescription(capability=(10, 0), accelerated=True, cores=148, clock_ghz=1.965, l2_bytes=132644864, nvlinks=18)
+_GB200 = GpuDescription(
+    capability=(10, 0), accelerated=True, cores=152, clock_ghz=2.062, l2_bytes=135528448, nvlinks=18
+)
+_B300 = GpuDescription(capability=(10, 3), cores=158, clock_ghz=1.965, l2_bytes=135528448, nvlinks=18)
+_RTX6000PRO = GpuDescription(
+    capability=(12, 0),
+    cores=188,
+    clock_ghz=2.6,
+    l2_bytes=134217728,
+    shared_bytes=131072,
+    block_shared_bytes=101376,
+    core_threads=1536,
+)
+_L4 = GpuDescription(
+    capability=(8, 9),
+    cores=58,
+    clock_ghz=2.04,
+    l2_bytes=50331648,
+    shared_bytes=102400,
+    block_shared_bytes=101376,
+    core_threads=1536,
+)
 
 GENERATIONS: tuple[Generation, ...] = (
     Generation(
@@ -188,7 +305,7 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=300 * GB,
         dcn_host_bandwidth=200 * GB,
         host_link_bandwidth=25 * GB,
-        gpu=gpus.A100,
+        gpu=_A100,
     ),
     Generation(
         name="a100",
@@ -204,7 +321,7 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=300 * GB,
         dcn_host_bandwidth=200 * GB,
         host_link_bandwidth=25 * GB,
-        gpu=gpus.A100,
+        gpu=_A100,
     ),
     Generation(
         name="h100",
@@ -220,7 +337,7 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=450 * GB,
         dcn_host_bandwidth=400 * GB,
         host_link_bandwidth=50 * GB,
-        gpu=gpus.H100,
+        gpu=_H100,
     ),
     Generation(
         name="h100-pcie",
@@ -237,7 +354,7 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=50 * GB,
         dcn_host_bandwidth=50 * GB,
         host_link_bandwidth=50 * GB,
-        gpu=gpus.H100_PCIE,
+        gpu=_H100_PCIE,
     ),
     Generation(
         name="h200",
@@ -254,7 +371,7 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=450 * GB,
         dcn_host_bandwidth=400 * GB,
         host_link_bandwidth=50 * GB,
-        gpu=gpus.H100,
+        gpu=_H100,
     ),
     Generation(
         name="b200",
@@ -270,7 +387,7 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=900 * GB,
         dcn_host_bandwidth=400 * GB,
         host_link_bandwidth=50 * GB,
-        gpu=gpus.B200,
+        gpu=_B200,
     ),
     Generation(
         name="gb200",
@@ -288,7 +405,7 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=900 * GB,
         dcn_host_bandwidth=200 * GB,
         host_link_bandwidth=450 * GB,
-        gpu=gpus.GB200,
+        gpu=_GB200,
     ),
     Generation(
         name="b300",
@@ -304,7 +421,7 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=900 * GB,
         dcn_host_bandwidth=800 * GB,
         host_link_bandwidth=50 * GB,
-        gpu=gpus.B300,
+        gpu=_B300,
     ),
     Generation(
         name="rtx6000pro",
@@ -321,7 +438,7 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=50 * GB,
         dcn_host_bandwidth=50 * GB,
         host_link_bandwidth=50 * GB,
-        gpu=gpus.RTX6000PRO,
+        gpu=_RTX6000PRO,
     ),
     Generation(
         name="l4",
@@ -338,6 +455,6 @@ GENERATIONS: tuple[Generation, ...] = (
         ici_link_bandwidth=25 * GB,
         dcn_host_bandwidth=12.5 * GB,
         host_link_bandwidth=25 * GB,
-        gpu=gpus.L4,
+        gpu=_L4,
     ),
 )

@@ -1,12 +1,25 @@
-"""Memory of this machine that processes may use: the RAM, or the limit of the container if that is less.
+"""Memory of this machine that processes may use, and the share of a GPU's memory that JAX's allocator takes.
+
+Of this machine: the RAM, or the limit of the container if that is less.
 
 Devices without memory of their own (CPU) share it. `host_memory` is the total, not what is free now: a run that needs
 more can never work here, one that needs less may have to wait for others.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+DEFAULT_FRACTION = 0.75
+"""The share of a GPU's memory that JAX's allocator takes unless `XLA_CLIENT_MEM_FRACTION` names another."""
+FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+OUTSIDE_BYTES = 1 << 30
+"""Bytes that the driver's context and libraries keep outside the allocator: an allowance. It matters only where the
+fraction is set so high that the allocator would leave less."""
+
+
+class GpuMemoryError(ValueError):
+    """A variable of JAX's allocator that JAX would refuse."""
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
@@ -99,3 +112,38 @@ def _number(file: Path) -> Iterator[int]:
         return
     if text.isdigit():  # `max` where there is no limit
         yield int(text)
+
+
+def memory_fraction(environment: Mapping[str, str] | None = None) -> float:
+    """The share of a GPU's memory that JAX's allocator takes, as its environment variables set it.
+
+    Args:
+        environment: of the run; by default that of this process.
+
+    Raises:
+        GpuMemoryError: a variable is no number above 0, or both of them are set.
+    """
+    variables = os.environ if environment is None else environment
+    texts = {name: text for name in FRACTION_VARIABLES if (text := variables.get(name, ""))}
+    if len(texts) > 1:
+        raise GpuMemoryError(f"{' and '.join(texts)} are both set; JAX takes one of them, the second is deprecated")
+    for name, text in texts.items():
+        try:
+            fraction = float(text)
+        except ValueError:
+            fraction = 0.0
+        if not 0.0 < fraction <= 1.0:
+            raise GpuMemoryError(f"{name}={text}: expected a share of a GPU's memory above 0 and at most 1, like 0.9")
+        return fraction
+    return DEFAULT_FRACTION
+
+
+def allocator_bytes(memory_bytes: int, *, fraction: float) -> int:
+    """Bytes that programs of a run may use of a GPU.
+
+    Args:
+        memory_bytes: of the card.
+        fraction: that JAX's allocator takes.
+    """
+    # Near 1 the allocator cannot have its share: the context and libraries come out of the same memory.
+    return min(int(memory_bytes * fraction), memory_bytes - OUTSIDE_BYTES)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from levanter.hardware import AcceleratorError, parse_accelerator
 from levanter.infra.console import Console
 from levanter.infra.errors import INTERRUPTED, OK, LaunchError
 
@@ -50,7 +51,9 @@ def require_plan(command: Sequence[str], target: str, console: Console) -> None:
     """
     words = plan_command(command, target)
     # Checked before the subprocess starts, for a message that says how to install them.
-    missing = [name for name in ("jax", "libtpu") if importlib.util.find_spec(name) is None]
+    # Of GPUs the plan itself says what is missing: their compiler has to be that of the installed JAX.
+    needed = ("jax",) if _of_gpus(target) else ("jax", "libtpu")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise LaunchError(
             f"preflight compiles with the real TPU compiler, and {' and '.join(missing)} "
@@ -75,3 +78,11 @@ def require_plan(command: Sequence[str], target: str, console: Console) -> None:
     raise LaunchError(
         f"not launched: {what} (preflight's exit code {code}); nothing was contacted. {WAY_PAST}", exit_code=code
     )
+
+
+def _of_gpus(target: str) -> bool:
+    """Whether a target is of GPUs; what is no target is left to the plan to refuse."""
+    try:
+        return parse_accelerator(target).generation.platform == "gpu"
+    except AcceleratorError:
+        return False

@@ -205,7 +205,7 @@ class CompilerSession:
         return {**report, **identity, **self._written(program, text)}
 
     @property
-    def _compile_options(self) -> dict[str, str]:
+    def _compile_options(self) -> dict[str, str | bool]:
         """Options in addition to the Program's: those that the compiler needs without a device, and the request's."""
         needed = {} if self.accelerator is None else compiler_for(self.accelerator).options()
         return {**needed, **self.options}

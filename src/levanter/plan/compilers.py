@@ -126,7 +126,7 @@ class GpuCompiler:
                 f"pip install {name}=={jaxlib} (without it, plan with --no-compile)"
             )
 
-    def environment(self, pod: Accelerator) -> dict[str, str]:
+    def environment(self, pod: Accelerator) -> dict[str, str]:  # noqa: ARG002 (a TPU's depends on the pod)
         """See `TargetCompiler`."""
         # XLA reports on standard error that there is no device, and every fusion that it does not autotune.
         return {"TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -191,13 +191,15 @@ def _library_versions(capability: tuple[int, int]) -> tuple[tuple[int, int, int]
 
     assert cuda_versions is not None, "JAX's CUDA plugin has no versions"
     number, runtime = int(cuda_versions.cudnn_build_version()), int(cuda_versions.cuda_runtime_build_version())
-    cuda_versions.cudnn_get_version = lambda: number
-
-    def reaches(text: str) -> bool:
-        return capability >= _capability(text)
-
-    attention.check_compute_capability = reaches
-    attention.is_cuda_compute_capability_equal = lambda text: capability == _capability(text)
+    answers: tuple[tuple[Any, str, Any], ...] = (
+        (cuda_versions, "cudnn_get_version", lambda: number),
+        (attention, "check_compute_capability", lambda text: capability >= _capability(text)),
+        (attention, "is_cuda_compute_capability_equal", lambda text: capability == _capability(text)),
+    )
+    for module, name, answer in answers:
+        # A JAX that asks otherwise fails where it lowers cuDNN's attention, and says so; nothing is answered wrongly.
+        if hasattr(module, name):
+            setattr(module, name, answer)
     # cuDNN counts 91501 for 9.15.1, CUDA 13010 for 13.1.
     return (number // 10000, number // 100 % 100, number % 100), (runtime // 1000, runtime // 10 % 100, 0)
 

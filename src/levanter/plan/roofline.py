@@ -1,4 +1,4 @@
-"""Step time of GPUs, whose compiler needs the device: an estimate from FLOPs, bytes and links. Nothing is compiled.
+"""Step time of GPUs, whose compiler prints no cycles: an estimate from FLOPs, bytes and links.
 
 `search.estimate` counts what a step must compute, move through HBM and send over links; each is taken at a stated share
 of the rate in the data sheet (`FLOPS`, `HBM`, `LINKS`). The shorter two overlap mostly with the longest, as for

@@ -11,8 +11,8 @@ import pytest
 
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
-from levanter.plan import aot, compile_pool
-from levanter.plan.aot import CompileCrash, Compiled, LibtpuMissing, WorkerBadInput, compile_programs
+from levanter.plan import aot, compile_pool, compilers
+from levanter.plan.aot import CompileCrash, Compiled, CompilerMissing, WorkerBadInput, compile_programs
 from levanter.plan.target_from_name import pod_target
 
 PROGRAMS = Path(__file__).parents[2] / "aot" / "described_programs.py"
@@ -67,14 +67,23 @@ def test_a_crash_shows_the_last_lines_and_the_program():
 
 
 def test_without_the_tpu_compiler_the_install_line_is_shown(monkeypatch):
-    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LibtpuMissing, match=r"compiling for v4-256 .*pip install 'levanter\[plan\]'"):
+    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CompilerMissing, match=r"compiling for v4-256 .*pip install 'levanter\[plan\]'"):
         compile_programs("x:y", {}, target="v4-256")
 
 
-def test_gpus_are_not_compiled_for():
-    with pytest.raises(WorkerBadInput, match="h100x8: only TPU programs can be compiled"):
+@pytest.mark.parametrize(
+    ("plugin", "line"),
+    [
+        (None, r"needs XLA's GPU compiler, which is not installed here: pip install 'levanter\[plan-gpu\]'"),
+        (("jax-cuda13-plugin", "0.1"), r".*jax-cuda13-plugin is 0\.1: pip install jax-cuda13-plugin=="),
+    ],
+)
+def test_without_the_gpu_compiler_one_line_says_how_to_get_it(plugin, line, monkeypatch):
+    monkeypatch.setattr(compilers, "cuda_plugin", lambda: plugin)
+    with pytest.raises(CompilerMissing, match=rf"compiling for h100x8 {line}") as caught:
         compile_programs("x:y", {}, target="h100x8")
+    assert "\n" not in str(caught.value) and "--no-compile" in str(caught.value)
 
 
 def test_the_environment_of_a_pod(monkeypatch):

@@ -145,3 +145,11 @@ def test_a_group_in_and_between_hosts_uses_both_networks(kind):
     # Two GPUs of a host in a group have two of its eight cards.
     alone = slow.seconds(kind, nbytes, (AxisSpan("replica_dcn", 4, 4), AxisSpan("data", 2, 8)))
     assert alone == pytest.approx(nbytes * 3 / 4 / (2 * 50e9), rel=1e-3)
+
+
+def test_gpus_lie_on_a_mesh_host_by_host():
+    """The axis between hosts is the last of the mesh: neighbours along it are in different hosts, others in one."""
+    mesh = MeshSpec(axes=(("data", 4), ("model", 2), ("replica_dcn", 2)), dcn=("replica_dcn",))
+    assert pod_hosts(mesh, parse_accelerator("h100x16")).tolist() == [[[0, 1]] * 2] * 4
+    # A domain of GB200 is one slice of many hosts; hosts hold consecutive devices.
+    assert pod_hosts(MeshSpec.of(data=8), parse_accelerator("gb200x8")).tolist() == [0] * 4 + [1] * 4

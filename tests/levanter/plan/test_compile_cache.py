@@ -17,9 +17,9 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.hardware import parse_accelerator
-from levanter.plan import compile_cache as kept_module
 from levanter.plan import compile_worker
 from levanter.plan.compile_cache import CachedOutcome, CompileCache
+from levanter.plan.compilers import compiler_identity
 from levanter.plan.fingerprint import lowered_digest
 
 KEY = {"lowered": "abc", "compiler": {"libtpu": "1.2"}, "options": [{}]}
@@ -212,8 +212,8 @@ def test_whatever_changes_the_answer_is_compiled(kept, tmp_path, devices, compil
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_allow_excess_precision=false")
     assert ask() == 1
     monkeypatch.undo()
-    real = kept_module.installed_compiler()
-    monkeypatch.setattr(compile_worker, "installed_compiler", lambda: {**real, "libtpu": "9.9"})
+    real = compiler_identity(parse_accelerator("v4-16"))
+    monkeypatch.setattr(compile_worker, "compiler_identity", lambda pod: {**real, "libtpu": "9.9"})
     monkeypatch.setattr(jax.stages.Lowered, "compile", counting(compilations, jax.stages.Lowered.compile))
     assert ask() == 1 and ask() == 0
 

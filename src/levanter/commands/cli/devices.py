@@ -1,5 +1,8 @@
 """The local devices as a `Target`, and JAX's own options."""
 
+import logging
+from pathlib import Path
+
 import jax
 
 from haliax_ext.loading import device_hosts
@@ -33,6 +36,7 @@ def configure_jax(trainer: TrainerConfig) -> None:
         ValueError: JAX has no option of that name (our own defaults that this JAX lacks are skipped).
         RendezvousError: not all processes of the run joined in time.
     """
+    quiet_absent_gpus()
     problems = set_jax_options(trainer)
     if problems:
         raise ValueError("\n".join(problems))
@@ -51,3 +55,23 @@ def set_jax_options(trainer: TrainerConfig) -> list[str]:
         elif name not in JAX_CONFIG:
             problems.append(f"trainer.jax_config.{name}: JAX {jax.__version__} has no such option")
     return problems
+
+
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")
+"""Files of which a machine with an NVIDIA GPU and its driver has one."""
+
+
+def quiet_absent_gpus() -> None:
+    """Where there is no GPU, drops JAX's traceback about its CUDA plugin, which is then installed to compile plans."""
+    logger = logging.getLogger("jax._src.xla_bridge")
+    if any(Path(path).exists() for path in GPU_DEVICES) or any(isinstance(f, _AbsentGpu) for f in logger.filters):
+        return
+    logger.addFilter(_AbsentGpu())
+
+
+class _AbsentGpu(logging.Filter):
+    """Passes every record but the one about a CUDA plugin that found no CUDA."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not ("plugin configuration error" in message and "xla_cuda" in message)

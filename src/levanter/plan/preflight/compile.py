@@ -7,7 +7,15 @@ from typing import Any
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
 from levanter.html.format import seconds_text
-from levanter.plan.aot import CompileCrash, Compiled, CompilerMissing, Outcome, Refused, WorkerBadInput, compile_programs
+from levanter.plan.aot import (
+    CompileCrash,
+    Compiled,
+    CompilerMissing,
+    Outcome,
+    Refused,
+    WorkerBadInput,
+    compile_programs,
+)
 from levanter.plan.compile_selection import exceeds_hbm, format_hbm_error, known_to_fit, largest_inputs, select_programs
 from levanter.plan.hbm_budget import Budget
 from levanter.plan.hbm_lower_bound import HbmLowerBound, program_lower_bound

@@ -19,6 +19,7 @@ from levanter.html.format import span_text
 from levanter.plan.aot import CompileCrash, Compiled, Refused
 from levanter.plan.compile_selection import exceeds_hbm, largest_inputs
 from levanter.plan.dcn_gathers import dcn_gather_note
+from levanter.plan.gpu_memory import gpu_memory_note
 from levanter.plan.hbm_budget import Budget, hbm_budget
 from levanter.plan.load_budget import LoadBudget, load_budget, load_ceilings
 from levanter.plan.local_hbm_check import find_hbm_shortage
@@ -91,7 +92,7 @@ def _verdict(
         stages=tuple(inquiry.stages),
         exit_code=inquiry.exit_code,
         headline=headline,
-        notes=() if plan is None else (*plan.notes, *filter(None, [dcn_gather_note(plan)])),
+        notes=() if plan is None else (*plan.notes, *filter(None, [dcn_gather_note(plan), gpu_memory_note(pod)])),
     )
 
 

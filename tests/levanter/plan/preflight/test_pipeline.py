@@ -16,7 +16,7 @@ from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.train.lm import train_lm
 from levanter.config import load_written, parse
-from levanter.plan import aot
+from levanter.plan import aot, compilers
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.preflight import compile
 from levanter.plan.preflight.pipeline import preflight
@@ -207,8 +207,8 @@ def test_inputs_beyond_memory_are_not_compiled(tmp_path):
 
 
 def test_gpus_by_arithmetic_alone(evaluation):
-    verdict = preflight(question("eval_lm", evaluation, "h100x8", compile=True))
-    assert verdict.exit_code == 0 and verdict.stages[3].status == "unchecked"
+    verdict = preflight(question("eval_lm", evaluation, "h100x8", compile=False))
+    assert verdict.exit_code == 0 and verdict.stages[3].status == "skipped"
     # A time all the same, and wherever it is shown the word for what it is.
     (score,) = (program for program in verdict.programs if program.name == "score")
     assert score.time is not None and score.time.calibration.estimate and score.mfu is not None
@@ -221,7 +221,7 @@ def test_gpus_by_arithmetic_alone(evaluation):
 
 
 def test_without_the_tpu_compiler(evaluation, monkeypatch):
-    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: None)
     verdict = preflight(question("eval_lm", evaluation, "v4-16", compile=True))
     assert verdict.exit_code == 2
     assert "pip install 'levanter[plan]'" in verdict.stages[3].findings[0]
