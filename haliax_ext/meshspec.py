@@ -9,7 +9,7 @@ hosts), or a process where devices have no slices.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 import haliax as hax
 import numpy as np
@@ -191,10 +191,10 @@ class MeshSpec:
 class _DeviceOfSlice:
     """A device with the index of its slice, while JAX's mesh utilities place it."""
 
-    device: Any
+    device: Device
     slice_index: int
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.device, name)
 
 

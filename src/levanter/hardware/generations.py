@@ -107,8 +107,8 @@ class GpuDescription:
         )
 
 
-def _version(parts: tuple[int, int, int]) -> str:
-    return "major: {} minor: {} patch: {}".format(*parts)
+def _version(version: tuple[int, int, int]) -> str:
+    return "major: {} minor: {} patch: {}".format(*version)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,7 +191,7 @@ def _library_versions(capability: tuple[int, int]) -> tuple[tuple[int, int, int]
 
     assert cuda_versions is not None, "JAX's CUDA plugin has no versions"
     number, runtime = int(cuda_versions.cudnn_build_version()), int(cuda_versions.cuda_runtime_build_version())
-    answers: tuple[tuple[Any, str, Any], ...] = (
+    answers: tuple[tuple[object, str, object], ...] = (
         (cuda_versions, "cudnn_get_version", lambda: number),
         (attention, "check_compute_capability", lambda text: capability >= _capability(text)),
         (attention, "is_cuda_compute_capability_equal", lambda text: capability == _capability(text)),
