@@ -72,7 +72,7 @@ def generation(payload: dict[str, Any], target: Target) -> Described:
         module = with_int8(module, lambda _: True)
     assert isinstance(module, DecoderLmHeadModel)
     cache = plan_cache(
-        config,
+        module,
         resolved.mappings,
         resolved.spec,
         batch_axis="batch",

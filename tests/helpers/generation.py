@@ -15,7 +15,7 @@ from levanter.inference.engine import DeviceRunner, Engine, make_schedule
 from levanter.inference.kv_cache import plan_cache
 from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
 from levanter.inference.requests import Failed, Request, SamplingParams, Token
-from levanter.models.decoder.config import DecoderConfig
+from levanter.models.base import Decodes
 
 GAP = 1e-3
 """Where torch's two best logits are nearer than this, either may be ours."""
@@ -64,9 +64,9 @@ def planned(
 ) -> GenerationPrograms:
     """The Programs for a cache of these sizes."""
     assert not described.sharding.errors, described.sharding.errors
-    assert isinstance(described.config, DecoderConfig)
+    assert isinstance(described.abstract, Decodes)
     cache = plan_cache(
-        described.config,
+        described.abstract,
         described.resolved.mappings,
         described.resolved.spec,
         batch_axis=described.resolved.batch_axis,

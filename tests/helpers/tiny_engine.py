@@ -72,8 +72,10 @@ def _made(asked: TinyEngine) -> tuple[GenerationPrograms, Any, Any]:
         num_heads=16, num_kv_heads=asked.kv_heads, max_seq_len=asked.max_seq_len, gradient_checkpointing=False
     )
     mappings = mappings_for(config, spec, heads=asked.heads)
+    module = cast(abstract_model(config), jnp.dtype(asked.dtype))
+    assert isinstance(module, DecoderLmHeadModel)
     cache = plan_cache(
-        config,
+        module,
         mappings,
         spec,
         batch_axis="batch",
@@ -84,8 +86,6 @@ def _made(asked: TinyEngine) -> tuple[GenerationPrograms, Any, Any]:
         page_size=asked.page_size,
         pages=asked.pages,
     )
-    module = cast(abstract_model(config), jnp.dtype(asked.dtype))
-    assert isinstance(module, DecoderLmHeadModel)
     served = ServedModel(
         abstract=module,
         sharding=plan_sharding(leaves(module), mappings, spec),

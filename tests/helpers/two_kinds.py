@@ -22,6 +22,7 @@ from haliax import Axis, NamedArray
 
 from haliax_ext.rules import WeightRules
 from levanter.layers.context import ForwardContext
+from levanter.layers.decode_state import LayerState, StateLeaf
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
 from levanter.layers.protocols import FeedForward, Mixer, Shapes
@@ -83,9 +84,11 @@ class ConvolutionSpec:
         # The product with the gate; the taps are weights.
         return length * self.Channel.size
 
-    @property
-    def state_axes(self) -> Mapping[str, tuple[str, ...]]:
-        return {"latest": ("tap", "channel")}
+    def decode_state(self, dtype: Any) -> Mapping[str, StateLeaf]:
+        # The inputs of the positions before, the oldest first; as wide as the dtype of keys and values, unless that is
+        # an integer.
+        kept = self.Tap.resize(self.Tap.size - 1)
+        return {"latest": StateLeaf(axes=("batch", kept, self.Channel))}
 
     def init(self, *, key: jax.Array) -> "Convolution":
         """Random weights."""
@@ -111,14 +114,36 @@ class Convolution(eqx.Module):
     out_proj: Linear
     kernel: NamedArray
 
-    def __call__(self, x: NamedArray, context: ForwardContext, state: None = None) -> tuple[NamedArray, None]:
+    def __call__(
+        self, x: NamedArray, context: ForwardContext, state: LayerState | None = None
+    ) -> tuple[NamedArray, LayerState | None]:
         u = hax.auto_sharded(self.in_proj(x)).rearrange((..., "position", "channel"))
+        if state is not None:
+            return self._continued(x, u, context, state)
         ids = context.segments
         segments = None if ids is None else ids.rearrange((..., "position")).array
         convolved = self.kernel["tap", 0] * u
         for tap in range(1, self.kernel.axis_size("tap")):
             convolved += self.kernel["tap", tap] * hax.named(_earlier(u.array, segments, tap), u.axes)
         convolved = saved(hax.auto_sharded(convolved.rearrange(u.axes)), "convolved")
+        return self.out_proj(hax.nn.silu(hax.auto_sharded(self.gate_proj(x))) * convolved), state
+
+    def _continued(
+        self, x: NamedArray, u: NamedArray, context: ForwardContext, state: LayerState
+    ) -> tuple[NamedArray, LayerState]:
+        """The same for tokens that continue a text."""
+        assert context.new is not None
+        Pos, taps = u.resolve_axis("position"), self.kernel.axis_size("tap")
+        latest = state.read("latest").astype(u.dtype).rename({"tap": "position"})
+        inputs = hax.concatenate("position", [latest, u.rearrange(("batch", "position", "channel"))])
+        convolved = sum(self.kernel["tap", n] * inputs["position", hax.ds(taps - 1 - n, Pos)] for n in range(taps))
+        # Behind the last valid position of each row, which padding follows.
+        count = hax.sum(context.new.valid.astype(jnp.int32), "position")
+        at = (count.broadcast_axis(Axis("tap", taps - 1)) + hax.arange(Axis("tap", taps - 1))).rearrange(
+            ("batch", "tap")
+        )
+        kept = jnp.take_along_axis(inputs.array, at.array[:, :, None], axis=1)
+        state = state.write(latest=hax.named(kept, ("batch", "tap", "channel")))
         return self.out_proj(hax.nn.silu(hax.auto_sharded(self.gate_proj(x))) * convolved), state
 
 

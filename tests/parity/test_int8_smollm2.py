@@ -23,8 +23,8 @@ from levanter.compat.open import open_checkpoint
 from levanter.config import parse
 from levanter.data import python_docs_text
 from levanter.layers.attention.kv_cache import NewPositions
+from levanter.layers.decode_state import StateSizes
 from levanter.mesh import describe_devices
-from levanter.models.decoder.decode import KvCache, advance
 
 ROWS, POSITIONS, AT_ONCE = 8, 512, 2
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
@@ -59,10 +59,10 @@ def measured(quantize: str | None, dtype: str | None, rows: int = ROWS) -> tuple
         if dtype is None:
             activations = net(ids).activations
         else:
-            held = KvCache.zeros(model.config, pages=AT_ONCE, slots=POSITIONS, dtype=dtype)
+            sizes = StateSizes(rows=AT_ONCE, pages=AT_ONCE, page_size=POSITIONS, dtype=jax.numpy.dtype(dtype))
             count = hax.full(Batch, POSITIONS, dtype=np.int32)
             at = NewPositions.consecutive(hax.zeros(Batch, dtype=np.int32), count, Pos)
-            activations, _ = advance(net, ids, held, at)
+            activations, _ = net.advance(ids, net.start(sizes), at, length=POSITIONS)
         logits = net.logits(activations).rearrange((Batch, Pos, "vocab"))
         logprobs = hax.nn.log_softmax(logits, "vocab")
         following = hax.roll(ids, -1, Pos)

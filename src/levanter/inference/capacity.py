@@ -7,16 +7,20 @@ that the plan places; the tiles of a TPU may pad small arrays.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
+import jax.numpy as jnp
 import numpy as np
 
 from haliax_ext.placement import LeafPlan
 from haliax_ext.planner import ShardingPlan
 from levanter.inference.kv_cache import CachePlan
-from levanter.models.decoder.config import DecoderConfig
+from levanter.layers.decode_state import StateLeaf, layer_leaves
+from levanter.layers.protocols import Mixer, WindowedAttention
 from levanter.models.param_groups import EMBEDDING, HEAD, parameter_group
+from levanter.models.registry import LmConfig
 
 CONTEXTS: Mapping[str, int] = {"2K": 2048, "8K": 8192, "32K": 32_768, "128K": 131_072}
 """Lengths of rows for which a plan shows how many rows fit."""
@@ -30,8 +34,6 @@ MAX_ROWS = 256
 MAX_CPU_ROWS = 32
 """The same on CPUs, where products bind from a few rows on: more rows hardly give more tokens per second, and each
 row gets its tokens later (docs/log/2026-11.md, 2026-11-22)."""
-SCALE_BYTES = 2
-"""Bytes of the scale of an int8 key or value vector (bfloat16)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class WeightBytes:
         width: bytes of an element of a projection.
         experts: the part of all of these that belongs to experts.
         replicated: the part of all of these that is replicated on every device.
+        keys_values: projections to keys and values, on all devices together.
     """
 
     integers: int = 0
@@ -55,6 +58,7 @@ class WeightBytes:
     width: int = 2
     experts: int = 0
     replicated: int = 0
+    keys_values: int = 0
 
     @property
     def total(self) -> int:
@@ -76,7 +80,13 @@ class WeightBytes:
             width=max((x.leaf.dtype.itemsize for x in sharding.leaves if len(x.leaf.axes) > 1), default=1),
             experts=sum(x.bytes_per_device for x in sharding.leaves if "expert" in x.leaf.names),
             replicated=sum(x.bytes_per_device for x in sharding.leaves if x.bytes_per_device == x.leaf.nbytes),
+            keys_values=sum(x.leaf.nbytes for x in sharding.leaves if _is_key_or_value(x.leaf.names)),
         )
+
+
+def _is_key_or_value(names: Collection[str]) -> bool:
+    """Whether a parameter projects to heads that a group of query heads shares."""
+    return {"embed", "kv_head"} <= set(names) and "q_heads_per_group" not in names
 
 
 def _kind(plan: LeafPlan, *, has_head: bool) -> str:
@@ -132,20 +142,22 @@ class DecodeCost:
         temp_bytes: bytes that are assumed for temporaries of Programs that were not compiled.
         page: positions in a page.
         pages: pages over all shards.
-        cache_bytes: bytes of the cache on a device.
-        state_bytes: bytes of a row on a device besides its keys and values.
+        cache_bytes: bytes of the pages on a device.
+        row_bytes: bytes on a device of the decode state that is not in pages: kind → bytes of all rows.
+        state_bytes: bytes of a row on a device besides its decode state.
         steps: maximum tokens of a row in a decode call.
         decode: number of rows → name of the decode Program for up to that many.
         prefill: name of each prefill Program → its rows and its tokens per row.
         weights: bytes of the parameters on a device.
-        kv_heads: key and value heads of a layer.
+        kv_heads: key and value heads of a layer, or a number that divides those of all layers.
         kv_ways: number of devices over which they are sharded.
         repeated: number of devices that hold the same keys and values.
         query_groups: query heads of each key head.
-        head_size: features of a key.
         embed: features of the residual stream.
         compute_bytes: bytes of an element in the compute dtype.
-        windows: pairs of a sliding window in positions (None: all earlier positions) and the number of layers with it.
+        mixers: pairs of a mixer's spec and the number of layers with it.
+        state_ways: number of devices over which other axes of the decode state are sharded, by name.
+        earlier: ids before a token that the model reads.
         weight_flops: FLOPs of a token in products with weights, over all devices.
         sequence_flops: length of a sequence → FLOPs beyond those products, over all devices, under a causal mask.
         expert_count: experts of a layer, and experts of a token; None for a model without experts.
@@ -162,6 +174,7 @@ class DecodeCost:
     page: int
     pages: int
     cache_bytes: int
+    row_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     state_bytes: int
     steps: int
     decode: Mapping[int, str]
@@ -171,29 +184,38 @@ class DecodeCost:
     kv_ways: int
     repeated: int
     query_groups: int
-    head_size: int
     embed: int
     compute_bytes: int = 2
-    windows: tuple[tuple[int | None, int], ...]
+    mixers: tuple[tuple[Mixer, int], ...]
+    state_ways: Mapping[str, int] = field(default_factory=dict[str, int])
+    earlier: int = 0
     weight_flops: float
     sequence_flops: Callable[[int], int]
     expert_count: tuple[int, int] | None = None
     chip_hour_price: float | None = None
 
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return sum(count for _, count in self.mixers)
+
     def bytes_per_row(self, context: int, dtype: str | None = None, *, seen: bool = False) -> int:
-        """The bytes of a row's keys and values on a device.
+        """The bytes of a row's decode state on a device.
 
         Args:
             context: positions in it.
             dtype: of keys and values; the run's own by default.
             seen: counts only positions that a query at the end of the row sees, as a sliding window hides the others.
         """
-        bytes_per_position = position_bytes(self.kv_heads // self.kv_ways, self.head_size, dtype or self.dtype)
-        # The cache keeps all positions of a layer with a window too, so the window bounds only what is read.
-        positions = sum(
-            count * (min(context, window or context) if seen else context) for window, count in self.windows
-        )
-        return bytes_per_position * positions
+        ways = {**self.state_ways, "kv_head": self.kv_ways}
+        total = StateLeaf.ids(self.earlier).nbytes() if self.earlier else 0
+        for mixer, count in self.mixers:
+            window = mixer.window if isinstance(mixer, WindowedAttention) else None
+            # The pages keep all positions of a layer with a window too, so the window bounds only what is read.
+            positions = min(context, window or context) if seen else context
+            for leaf in layer_leaves(mixer, jnp.dtype(dtype or self.dtype)).values():
+                total += count * leaf.nbytes(ways) * (positions if leaf.kind == "paged" else 1)
+        return total
 
     def fitting(self, limit: int, context: int, dtype: str | None = None, *, temp_bytes: int = 0) -> int:
         """How many rows of a length fit on the devices.
@@ -229,6 +251,8 @@ class DecodeCost:
             devices=shards * new_devices_per_shard,
             shards=shards,
             kv_ways=kv_ways,
+            # Other axes of the state are those of tensor parallelism, which has all devices of a shard.
+            state_ways=dict.fromkeys(self.state_ways, new_devices_per_shard),
             repeated=group,
             dtype=dtype or self.dtype,
             weights=replace(weights, **kinds),
@@ -242,10 +266,8 @@ class DecodeCost:
             kv_ways: number of devices over which heads of keys and values are sharded.
             group: number of devices over which the query heads of each of them are sharded further.
         """
-        width = 1 if self.weights.integers else self.weights.width
-        layers = sum(count for _, count in self.windows)
-        # Two projections a layer, of `[embed, kv_head, head_size]`: each device of a group has the same part of them.
-        whole = 2 * layers * self.embed * self.kv_heads * self.head_size * width
+        # Each device of a group has the same part of these projections.
+        whole = self.weights.keys_values
         return whole // kv_ways - whole // (kv_ways * group)
 
     def decode_floor(self, rows: int, context: int, *, bandwidth: float, peak: float, links: float = 0.0) -> Roofline:
@@ -322,30 +344,8 @@ class DecodeCost:
         return sum(self.sequence_flops(n) - self.sequence_flops(n - 1) for n in lengths if n > 0) / 2
 
 
-def position_bytes(kv_heads: int, head_size: int, dtype: str) -> int:
-    """The bytes of a position's keys and values in one layer.
-
-    Args:
-        kv_heads: heads on a device.
-        head_size: features of each head.
-        dtype: dtype of the cache; int8 has a scale for each key and each value.
-    """
-    # NumPy alone has no bfloat16; float16 has the same size.
-    width = 1 if dtype == "int8" else np.dtype(dtype if dtype != "bfloat16" else "float16").itemsize
-    return 2 * kv_heads * (head_size * width + (SCALE_BYTES if dtype == "int8" else 0))
-
-
-def window_counts(config: DecoderConfig) -> tuple[tuple[int | None, int], ...]:
-    """Pairs of a window (None for all positions) and the number of layers with it."""
-    counts: dict[int | None, int] = {}
-    for layer in range(config.num_layers):
-        window = config.window(layer)
-        counts[window] = counts.get(window, 0) + 1
-    return tuple(counts.items())
-
-
 def decode_cost(
-    config: DecoderConfig,
+    config: LmConfig,
     sharding: ShardingPlan,
     cache: CachePlan,
     *,
@@ -370,6 +370,14 @@ def decode_cost(
         counts_tokens: whether each row counts its tokens.
     """
     compute, mesh = cache.mappings.compute, sharding.mesh
+    mixers = Counter(layer.mixer for layer in config.layers)
+    state_axes = {
+        axis.name
+        for mixer in mixers
+        for leaf in layer_leaves(mixer, cache.dtype).values()
+        for axis in leaf.sized
+        if any(axis.name in cut for cut in mixer.tensor_axes)
+    } - {"kv_head"}
     # `flops.weights` does not depend on the context; attention is counted by `sequence_flops`.
     flops = config.flops(vocab_size=vocab_size, context_length=1, attention="full")
     vocab_ways = mesh.ways(compute.mesh_axes("vocab"))
@@ -378,12 +386,13 @@ def decode_cost(
         rows=cache.rows,
         context=cache.max_seq_len,
         shards=cache.shards,
-        dtype=np.dtype(cache.abstract.pages[0].dtype).name,
+        dtype=cache.dtype.name,
         automatic=automatic,
         temp_bytes=temp_bytes,
         page=cache.page_size,
         pages=cache.pages,
-        cache_bytes=cache.bytes_per_device,
+        cache_bytes=cache.bytes_by_kind.get("paged", 0),
+        row_bytes={kind: nbytes for kind, nbytes in cache.bytes_by_kind.items() if kind != "paged"},
         # An int32 count for each id. The state is replicated over the batch shards, so a device has the counts of all
         # shards.
         state_bytes=4 * vocab_size // vocab_ways * cache.shards if counts_tokens else 0,
@@ -391,14 +400,16 @@ def decode_cost(
         decode=decode,
         prefill=prefill,
         weights=WeightBytes.of(sharding),
-        kv_heads=config.KVHead.size,
+        # A model without attention has none: its layouts shard nothing but the rows.
+        kv_heads=config.axes["kv_head"].size if "kv_head" in config.axes else 1,
         kv_ways=mesh.ways(compute.mesh_axes("kv_head")),
         repeated=cache.repeated,
-        query_groups=config.num_heads // config.KVHead.size,
-        head_size=config.HeadSize.size,
-        embed=config.hidden_dim,
+        query_groups=config.axes["q_heads_per_group"].size if "q_heads_per_group" in config.axes else 1,
+        embed=config.Embed.size,
         compute_bytes=max((x.leaf.dtype.itemsize for x in sharding.leaves if x.leaf.dtype != np.int8), default=2),
-        windows=window_counts(config),
+        mixers=tuple(mixers.items()),
+        state_ways={name: mesh.ways(compute.mesh_axes(name)) for name in sorted(state_axes)},
+        earlier=cache.earlier_token_ids,
         weight_flops=flops.weights,
         # The search asks for the same few lengths again and again.
         sequence_flops=functools.cache(functools.partial(config.sequence_flops, attention="causal")),
@@ -407,6 +418,6 @@ def decode_cost(
     )
 
 
-def _experts(config: DecoderConfig) -> tuple[int, int] | None:
+def _experts(config: LmConfig) -> tuple[int, int] | None:
     count, chosen = getattr(config, "experts", None), getattr(config, "num_experts_per_tok", None)
     return (count, chosen) if count and chosen else None

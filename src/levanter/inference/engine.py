@@ -25,6 +25,7 @@ from levanter.inference.requests import ChoiceId, Event, Failed, Finished, Reque
 from levanter.inference.sampling import SlotSampling, host_params
 from levanter.inference.scheduler import QueueFullError, Schedule
 from levanter.inference.scheduler_state import DecodeSlot, PrefillChunk, SchedulerState, StepPlan
+from levanter.layers.decode_state import NO_TOKEN
 
 Masks: TypeAlias = Mapping[int, np.ndarray]
 """By row, the ids that it may sample next: uint32, a bit for each id, the lowest first."""
@@ -87,6 +88,8 @@ class DeviceRunner:
         self._open: dict[str, Flat] = {}
         self._before: dict[tuple[str, str], tuple[np.ndarray | Mapping[str, np.ndarray], Flat]] = {}
         self._params: dict[int, tuple[list[SlotSampling | None], dict[str, np.ndarray]]] = {}
+        # How many ids before the tokens of a call the model reads.
+        self._earlier = programs.cache.earlier_token_ids
         cache, state = self._call(programs.start)
         self._cache, self._state = Flat.of(cache), Flat.of(state)
 
@@ -123,6 +126,8 @@ class DeviceRunner:
         inputs["row"][:] = self.programs.cache.rows
         inputs["tokens"] = np.zeros((rows, length), np.int32)
         inputs["tables"] = np.zeros((rows, tables.shape[1]), np.int32)
+        if self._earlier:
+            inputs["earlier"] = np.full((rows, self._earlier), NO_TOKEN, np.int32)
         # Sampling parameters are kept by slot; the prefill call wants them by lane, its own batch axis.
         lane_sampling: list[SlotSampling | None] = [None] * rows
         for chunk in chunks:
@@ -130,6 +135,9 @@ class DeviceRunner:
             assert slot_sampling is not None, f"{chunk.id} has no parameters"
             inputs["tokens"][chunk.lane, : len(chunk.tokens)] = chunk.tokens
             inputs["tables"][chunk.lane] = tables[chunk.slot]
+            if chunk.earlier:
+                # The oldest first; before the first token of a sequence is none.
+                inputs["earlier"][chunk.lane, self._earlier - len(chunk.earlier) :] = chunk.earlier
             values = (
                 chunk.start,
                 len(chunk.tokens),
@@ -272,12 +280,13 @@ def make_schedule(
 
     Args:
         programs: the Programs.
-        share_prefixes: whether sequences with a common prefix share pages.
+        share_prefixes: whether sequences with a common prefix share pages, if the model's state is in pages only.
         max_queued_tokens: limit on tokens of prompts that wait.
     """
     cache = programs.cache
     # The schedule plans within shards: it takes the pages of one shard, and the rows of all.
     return Schedule(
+        earlier=cache.earlier_token_ids,
         rows=cache.rows,
         pages=cache.pages // cache.shards,
         page_size=cache.page_size,
@@ -286,7 +295,7 @@ def make_schedule(
         steps=programs.steps,
         shards=cache.shards,
         fixed=cache.allocation == "fixed",
-        share_prefixes=share_prefixes,
+        share_prefixes=share_prefixes and cache.shares_prefixes,
         max_queued_tokens=max_queued_tokens,
     )
 

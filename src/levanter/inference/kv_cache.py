@@ -1,10 +1,15 @@
-"""`CachePlan`: the pages, the sharding and the bytes of the KV cache, computed before there is a device.
+"""`CachePlan`: the pages, the sharding and the bytes of a model's decode state, computed before there is a device.
 
 *Fixed*: every row owns one page of its maximum length; nothing is gathered and nothing shared. *Paged*: rows take short
 pages from a pool as they grow, and a table lists the pages of each row. Rows are sharded like the batch, and every
 shard has its own pool: tables number the pages within a shard.
+
+Pages hold the leaves that grow with the text (`layers.decode_state`), keys and values. Leaves of a fixed size for each
+row are allocated with the rows. Rows that begin alike share pages only if a model has no such leaf: the state at the
+end of the common part is no longer there when another row wants it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,16 +20,18 @@ from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from levanter.inference.config import Allocation
-from levanter.models.decoder.config import DecoderConfig
-from levanter.models.decoder.decode import KvCache
+from levanter.layers.decode_state import EARLIER, TOKEN_IDS, DecodeState, Kind, StateSizes, kind_of_axes
+from levanter.models.base import Decodes
 
+KIND_NAMES: Mapping[str, str] = {"paged": "cache", "slot": "state of fixed size", "token_ids": "ids of earlier tokens"}
+"""The kinds of decode state as reports name them."""
 PAGE_SIZE = 128
 """Positions in a page of a paged cache."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachePlan:
-    """The planned KV cache of a run.
+    """The planned decode state of a run.
 
     Attributes:
         rows: rows that can run at once, over all shards.
@@ -32,8 +39,9 @@ class CachePlan:
         allocation: whether a row owns one page or takes pages as it grows.
         page_size: positions in a page.
         pages: pages over all shards.
+        dtype: of keys and values.
         shards: shards of the rows and of the pages.
-        abstract: the cache with shapes instead of arrays.
+        abstract: the state with shapes instead of arrays.
         mappings: the mappings of the run, with rows (`batch`) and pages sharded like its batch.
         sharding: the sharding of the cache.
         repeated: number of devices that hold the same keys and values, because query heads are sharded over more
@@ -45,8 +53,9 @@ class CachePlan:
     allocation: Allocation
     page_size: int
     pages: int
+    dtype: np.dtype
     shards: int
-    abstract: KvCache
+    abstract: DecodeState
     mappings: Mappings
     sharding: ShardingPlan
     repeated: int
@@ -63,14 +72,45 @@ class CachePlan:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of the cache on a device."""
+        """Bytes of the whole state on a device."""
         return self.sharding.bytes_per_device
 
     @cached_property
+    def bytes_by_kind(self) -> Mapping[Kind, int]:
+        """Bytes on a device, of the kinds that the model has."""
+        totals: dict[Kind, int] = {}
+        for planned in self.sharding.leaves:
+            kind = kind_of_axes(planned.leaf.names)
+            totals[kind] = totals.get(kind, 0) + planned.bytes_per_device
+        return totals
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page on each device that holds it."""
+        # A device holds pages // shards pages.
+        return self.bytes_by_kind.get("paged", 0) * self.shards // self.pages
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a row on each device that holds it, of whatever its length: all that is not in pages."""
+        return (self.bytes_per_device - self.bytes_by_kind.get("paged", 0)) * self.shards // self.rows
+
+    @property
     def bytes_per_row(self) -> int:
         """Bytes of a row of maximum length on each device that holds it."""
-        # A device holds pages // shards pages, and bytes_per_device are those of all of them.
-        return self.bytes_per_device * self.shards // self.pages * self.pages_per_row
+        return self.page_bytes * self.pages_per_row + self.slot_bytes
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a row can begin with pages of another one: it also needs what is not in pages."""
+        # The host knows token ids and passes them, so they hinder nothing.
+        return self.allocation == "paged" and "slot" not in self.bytes_by_kind
+
+    @property
+    def earlier_token_ids(self) -> int:
+        """How many ids before a token the model reads."""
+        ids = self.abstract.get(TOKEN_IDS)
+        return 0 if ids is None or ids[0] is None else ids[0].axis_size(EARLIER)
 
     def __str__(self) -> str:
         layout = (
@@ -80,17 +120,19 @@ class CachePlan:
         )
         shards = f" in {self.shards} shards" if self.shards > 1 else ""
         repetition = f"; each key and value is on {self.repeated} devices" if self.repeated > 1 else ""
-        dtype = np.dtype(self.abstract.pages[0].dtype).name
-        scales = f" with a {np.dtype(self.abstract.scales[0].dtype).name} scale each" if self.abstract.scales else ""
+        scale = next((x for x in self.abstract.get("scales", ()) if x is not None), None)
+        scales = "" if scale is None else f" with a {np.dtype(scale.dtype).name} scale each"
+        # Models of attention only have nothing beside the pages.
+        fixed = f", {self.slot_bytes / 2**10:,.1f} KiB of them whatever its length" if self.slot_bytes else ""
         return (
             f"{self.rows} rows of {self.max_seq_len:,} positions{shards}, {self.allocation}: {layout}, "
-            f"{dtype}{scales}, {self.bytes_per_row / 2**20:,.1f} MiB a row and "
+            f"{self.dtype.name}{scales}, {self.bytes_per_row / 2**20:,.1f} MiB a row{fixed} and "
             f"{self.bytes_per_device / 2**30:,.3f} GiB a device{repetition}"
         )
 
 
 def plan_cache(
-    config: DecoderConfig,
+    model: Decodes,
     mappings: Mappings,
     mesh: MeshSpec,
     *,
@@ -106,7 +148,7 @@ def plan_cache(
     """Plans a cache.
 
     Args:
-        config: the architecture.
+        model: with shapes instead of arrays.
         mappings: the mappings of the run.
         mesh: mesh axis names and sizes.
         batch_axis: the logical name of the batch axis.
@@ -120,7 +162,7 @@ def plan_cache(
 
     Raises:
         ValueError: rows or pages are not a multiple of the batch's shards, no row of full length fits the pages, or the
-            model has layers whose state is not keys and values.
+            model has layers that cannot continue a text.
     """
     # Rows and pages are sharded like the batch: a row's pages are in its own shard.
     over = mappings.compute.mesh_axes(batch_axis)
@@ -147,7 +189,8 @@ def plan_cache(
     if problems:
         raise ValueError("\n".join(problems))
     # Shapes only: no memory is allocated.
-    cache = abstract(lambda: KvCache.zeros(config, pages=num_pages, slots=slots, dtype=dtype))
+    sizes = StateSizes(rows=rows, pages=num_pages, page_size=slots, dtype=dtype)
+    cache = abstract(lambda: model.start(sizes))
     # The cache is placed by the compute mapping, like the keys that are written into it, not like parameters; overrides
     # of the run name leaves of the model.
     sharding = plan_sharding(leaves(cache), replace(mappings, params=compute, overrides=()), mesh, hbm_bytes=hbm_bytes)
@@ -157,6 +200,7 @@ def plan_cache(
         allocation=allocation,
         page_size=slots,
         pages=num_pages,
+        dtype=dtype,
         shards=shards,
         abstract=cache,
         mappings=replace(mappings, compute=compute),

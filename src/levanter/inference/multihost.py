@@ -119,7 +119,9 @@ class LeaderRunner:
     ) -> SampledArrays:
         """See `DeviceRunner.prefill`."""
         # The order is that of `_decode_chunk`.
-        chunk_fields = [[p.slot, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.remaining] for p in chunks]
+        chunk_fields = [
+            [p.slot, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.remaining, list(p.earlier)] for p in chunks
+        ]
         # Sent before the call: a Program with collectives runs only when all processes have dispatched it.
         self._broadcast_call("prefill", tables, sampling, masks, bucket=list(bucket), chunks=chunk_fields)
         return self._rows.prefill(bucket, chunks, tables, sampling, masks)
@@ -197,7 +199,7 @@ def run_follower(rows: Runner, receive: ReceiveFrame, scorer: ScorePromptFn | No
 
 
 def _decode_chunk(fields: Sequence[Any]) -> PrefillChunk:
-    place, lane, start, tokens, fresh, ends, remaining = fields
+    place, lane, start, tokens, fresh, ends, remaining, earlier = fields
     return PrefillChunk(
         id=_NO_CHOICE,
         slot=place,
@@ -207,4 +209,5 @@ def _decode_chunk(fields: Sequence[Any]) -> PrefillChunk:
         fresh=fresh,
         ends=ends,
         remaining=remaining,
+        earlier=tuple(earlier),
     )

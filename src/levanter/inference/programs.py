@@ -29,11 +29,12 @@ from haliax_ext.prefetch import place
 from haliax_ext.program import Input, Jit, Program
 from haliax_ext.pytree import PyTree, is_named
 from levanter.inference.kv_cache import CachePlan
+from levanter.inference.row_leaves import put_lanes, take_lanes
 from levanter.inference.sampling import Sampled, SlotParams, Top, noise_keys, sample, top_tokens
 from levanter.inference.slot_state import SlotState
-from levanter.layers.attention.kv_cache import NewPositions
-from levanter.models.decoder.decode import KvCache, advance
-from levanter.models.decoder.model import DecoderLmHeadModel
+from levanter.layers.attention.cache_positions import NewPositions
+from levanter.layers.decode_state import EARLIER, DecodeState
+from levanter.models.base import Decodes
 from levanter.models.lm_head.chunks import head_logits
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class ServedModel:
             which a TPU would compute without its matrix unit, in three times as long; see also `NewPositions.flat`.
     """
 
-    abstract: DecoderLmHeadModel
+    abstract: Decodes
     sharding: ShardingPlan
     counts_tokens: bool = False
     cache_block: int | None = None
@@ -83,7 +84,7 @@ class ServedModel:
 def start_program(model: ServedModel, cache: CachePlan) -> Program:
     """Makes an empty cache, and a state in which every row is unused."""
 
-    def start() -> tuple[KvCache, SlotState]:
+    def start() -> tuple[DecodeState, SlotState]:
         return _map_named(lambda x: hax.zeros(x.axes, dtype=x.dtype), cache.abstract), _empty_state(model, cache)
 
     return _program("start_rows", start, (), cache, model)
@@ -96,7 +97,8 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     `decode_program`); `tokens [batch, position]`, ids; `first` and `count [batch]`, the position of the first of them
     and their number; `tables [batch, table]`, the pages of these rows; `row [batch]`, their rows of the state, or the
     number of rows for an unused lane; `fresh` and `ends [batch]`, whether the prompt begins and ends here; `remaining
-    [batch]`, how many tokens the row may get; `prompt [batch]`, the length of the request's prompt.
+    [batch]`, how many tokens the row may get; `prompt [batch]`, the length of the request's prompt; and if the model
+    reads earlier ids, `earlier [batch, earlier]`, those before the first of `tokens`.
 
     Args:
         model: the model.
@@ -106,11 +108,15 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     """
     Batch, Pos = Axis("batch", rows), Axis("position", tokens)
 
-    def prefill(net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, remaining, prompt):
+    def prefill(
+        net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, remaining, prompt, earlier=None
+    ):
         # Keys and values are written at positions first … first + count - 1 of each row; the rest of the lane is
         # padding.
         at = NewPositions.consecutive(first, count, Pos, tables=tables, block=model.cache_block, flat=model.matrix_unit)
-        activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
+        lanes = take_lanes(cache_, row, fresh=fresh, earlier=earlier, total=cache.rows)
+        activations, lanes = net.advance(ids, lanes, at, length=cache.max_seq_len)
+        cache_ = put_lanes(cache_, lanes, row, total=cache.rows)
         # Padding after the end of a chunk may be anything: it must not end the row.
         finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.valid, ("position", "embed"))
         # The activations of the last token of each row, as a masked sum: rows end at different positions.
@@ -141,6 +147,8 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         "remaining": (Batch,),
         "prompt": (Batch,),
     }
+    if cache.earlier_token_ids:
+        input_axes["earlier"] = (Batch, Axis(EARLIER, cache.earlier_token_ids))
     return _program(
         f"prefill_{rows}x{tokens}",
         prefill,
@@ -169,13 +177,15 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
     lone_queries = SUBLANES if model.matrix_unit else 1
     options = {"block": model.cache_block, "lone_queries": lone_queries, "flat": model.matrix_unit}
 
-    def one(net, cache_: KvCache, state: SlotState, params, masks, tables) -> tuple[KvCache, SlotState, SampledSlots]:
+    def one(
+        net, cache_: DecodeState, state: SlotState, params, masks, tables
+    ) -> tuple[DecodeState, SlotState, SampledSlots]:
         running = ~state.done
         # A fixed cache has one page a row, in the order of the rows: no table, and no gather.
         row_tables = None if cache.allocation == "fixed" else tables
         at = NewPositions.consecutive(state.position, running.astype(jnp.int32), Pos, tables=row_tables, **options)
         ids = state.last_token.broadcast_axis(Pos).rearrange((Batch, Pos))
-        activations, cache_ = advance(net, ids, cache_, at, length=cache.max_seq_len)
+        activations, cache_ = net.advance(ids, cache_, at, length=cache.max_seq_len)
         last = activations["position", 0]
         finite = hax.all(hax.isfinite(last.astype(jnp.float32)), "embed")
         sampled = _sample_tokens(net, activations, params, state.noise, state.position + 1, state.counts, finite, masks)
@@ -228,7 +238,7 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
 
 
 def _sample_tokens(
-    net: DecoderLmHeadModel,
+    net: Decodes,
     activations: NamedArray,
     params: SlotParams,
     noise: NamedArray,

@@ -53,6 +53,7 @@ class Schedule:
         shards: shards of the cache and of `batch`, each with its own pages and its own consecutive rows.
         fixed: each row owns its pages, an equal share of its shard's; no prefixes are shared and nothing is preempted.
         share_prefixes: whether sequences with the same first pages share them.
+        earlier: number of ids before a chunk of a prompt that the model reads.
     """
 
     rows: int
@@ -65,6 +66,7 @@ class Schedule:
     shards: int = 1
     fixed: bool = False
     share_prefixes: bool = True
+    earlier: int = 0
 
     def __post_init__(self) -> None:
         assert self.rows % self.shards == 0, f"{self.rows} rows do not divide into {self.shards} shards"
@@ -457,6 +459,7 @@ class _Work:
                 fresh=row.written == row.shared,
                 ends=ends,
                 remaining=row.unplanned,
+                earlier=row.tokens[max(0, row.written - self.schedule.earlier) : row.written],
             )
             chunks.append(chunk)
             # A chunk that ends the prompt samples one token; the others bring none, so nothing is due for them.

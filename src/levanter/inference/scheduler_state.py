@@ -356,6 +356,7 @@ class PrefillChunk:
         fresh: whether it is the first chunk since the sequence was admitted.
         ends: whether it is the last one: the call samples the next token.
         remaining: number of tokens that the sequence may then still have, that one included.
+        earlier: the ids before the chunk, as many as the model reads or the sequence has.
     """
 
     id: ChoiceId
@@ -366,6 +367,7 @@ class PrefillChunk:
     fresh: bool
     ends: bool
     remaining: int
+    earlier: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

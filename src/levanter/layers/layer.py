@@ -85,8 +85,3 @@ class LayerSpec:
     def sequence_flops(self, length: int, *, attention: Literal["causal", "full"]) -> int:
         """FLOPs of a forward pass over one sequence beyond the products with weights; see `Part`."""
         return sum(part.sequence_flops(length, attention=attention) for part in self.parts)
-
-    @property
-    def state_axes(self) -> Mapping[str, tuple[str, ...]]:
-        """The arrays that it carries from call to call during generation; see `Mixer`."""
-        return self.mixer.state_axes

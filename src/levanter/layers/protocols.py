@@ -14,7 +14,11 @@ from typing import Literal, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
-from haliax import Axis
+from haliax import Axis, NamedArray
+from jax.typing import DTypeLike
+
+from levanter.layers.attention.cache_positions import NewPositions
+from levanter.layers.decode_state import Leaves
 
 Shapes = Mapping[str, tuple[Axis, ...]]
 """Name of an activation → its axes other than batch and position."""
@@ -96,11 +100,29 @@ class Mixer(Part, Protocol):
         """Name of the rotary table that it reads; None for none."""
         ...
 
-    @property
-    def state_axes(self) -> Mapping[str, tuple[str, ...]]:
-        """The arrays that it carries from call to call during generation: name → names of axes other than batch.
+    def decode_state(self, dtype: DTypeLike) -> Leaves:
+        """The leaves that a layer keeps from call to call while text is generated (`layers.decode_state`).
 
-        An array with `key_position` grows with the text; one without it does not.
+        While text is generated the module gets and returns a `LayerState` of these leaves. Entries of `x` where
+        `context.new.valid` is false are padding: they must not change the state.
+
+        Args:
+            dtype: of keys and values in the cache, which the run decides; int8 for integers with scales. A leaf of
+                another kind has a dtype that its mixer chooses.
+        """
+        ...
+
+
+@runtime_checkable
+class IndexesPages(Protocol):
+    """What a mixer also has if it computes something about new positions once for all layers: `AttentionSpec`."""
+
+    def with_cache_indices(self, new: NewPositions, arrays: Mapping[str, NamedArray]) -> NewPositions:
+        """The new positions with the indices into the arrays of its layers.
+
+        Args:
+            new: the positions.
+            arrays: the leaves of a group of its layers, with the axis `layers`.
         """
         ...
 

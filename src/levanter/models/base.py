@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import haliax as hax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter.layers.attention import AttentionMask
+from levanter.layers.attention.cache_positions import NewPositions
 from levanter.layers.attention.reference import soft_capped
+from levanter.layers.decode_state import DecodeState, StateSizes
 from levanter.layers.linear import Linear
 from levanter.layers.outputs import Outputs
 from levanter.models.architecture import Architecture
@@ -60,3 +63,52 @@ class LmHeadModel(eqx.Module):
         """Float32 logits, `[…, vocab]`. Constraint point: the result."""
         # Float32 and then the soft cap, in the order of `lm_head.chunks`, so that sampled and scored logits agree.
         return soft_capped(hax.auto_sharded(self.head(activations, dtype=jnp.float32)), self.config.logit_soft_cap)
+
+
+@runtime_checkable
+class Decodes(Protocol):
+    """A causal language model that continues texts: all that `inference` knows of a model."""
+
+    @property
+    def config(self) -> Architecture:
+        """The architecture; its `layers` say what each of them remembers."""
+        ...
+
+    @property
+    def head(self) -> Linear:
+        """See `LmHeadModel`."""
+        ...
+
+    @property
+    def Vocab(self) -> Axis:
+        """See `LmHeadModel`."""
+        ...
+
+    def __call__(self, input_ids: NamedArray) -> Outputs:
+        """Activations of whole sequences; see `LmHeadModel`."""
+        ...
+
+    def start(self, sizes: StateSizes) -> DecodeState:
+        """A decode state in which no row has any token; called inside `jit` or `eval_shape`.
+
+        Raises:
+            ValueError: a layer cannot continue a text.
+        """
+        ...
+
+    def advance(
+        self, tokens: NamedArray, state: DecodeState, at: NewPositions, *, length: int
+    ) -> tuple[NamedArray, DecodeState]:
+        """Maps new tokens of each row to activations, and adds what the layers remember of them to the state.
+
+        Args:
+            tokens: ids, `[batch, position]`.
+            state: of the positions before. The `batch` of its slot leaves and token ids is that of `tokens`.
+            at: the positions of the tokens, in their sequences and in the pages.
+            length: positions that a row may have. Rotary embeddings of kinds `dynamic` and `longrope` depend on it, so
+                all calls for a row must pass the same.
+
+        Returns:
+            Activations after the final norm, `[batch, position, embed]`, and the state.
+        """
+        ...

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from levanter.hardware import Accelerator
 from levanter.inference.capacity import CONTEXTS, LOADS, DecodeCost, Roofline
+from levanter.inference.kv_cache import KIND_NAMES
 from levanter.plan.aot import Compiled
 from levanter.plan.oom_report import decode_cost
 from levanter.plan.step_time_model import StepTime
@@ -202,6 +203,7 @@ def _decode_memory(verdict: Verdict, served: DecodeCost) -> DecodeMemory:
         "other weights": weights.others,
         "embedding table": weights.table,
         "cache": served.cache_bytes,
+        **{KIND_NAMES[kind]: nbytes for kind, nbytes in served.row_bytes.items()},
         "rows' state": served.state_bytes * -(-served.rows // served.shards),
     }
     limit = verdict.budget.hbm_bytes if verdict.budget is not None else None

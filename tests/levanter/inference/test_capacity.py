@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from helpers.seventy_rows import EMBED, HEAD, HEADS, LAYERS, PROJECTIONS, SCALES, SEVENTY
+from helpers.seventy_rows import ATTENTION, EMBED, HEAD, HEADS, LAYERS, PROJECTIONS, SCALES, SEVENTY
 
 from levanter.hardware import parse_accelerator
-from levanter.inference.capacity import WeightBytes, position_bytes
+from levanter.inference.capacity import WeightBytes
 from levanter.inference.scheduler import Schedule
 
 pytestmark = pytest.mark.quick
@@ -26,7 +26,7 @@ def test_a_row_of_8192_positions():
     assert SEVENTY.bytes_per_row(8192, "bfloat16") == 0.3125 * GIB
     assert SEVENTY.bytes_per_row(8192, "int8") == 0.15625 * GIB * (1 + 1 / 64)
     assert SEVENTY.bytes_per_row(8192) * 46 == SEVENTY.cache_bytes
-    assert position_bytes(8, 128, "float32") == 2 * 8 * 128 * 4
+    assert SEVENTY.bytes_per_row(1, "float32") == LAYERS * 2 * 128 * 4
 
 
 def test_rows_that_fit_eight_chips_of_v5e():
@@ -93,7 +93,8 @@ def test_layers_with_a_window_keep_all_positions_and_read_few():
         """4 FLOPs a pair: 60 query features with a window of 1,024 positions, and 20 without."""
         return 4 * sum(60 * min(n, 1024) + 20 * n for n in range(1, length + 1))
 
-    windowed = replace(SEVENTY, windows=((1024, 60), (None, 20)), sequence_flops=flops)
+    mixers = ((replace(ATTENTION, window=1024), 60), (ATTENTION, 20))
+    windowed = replace(SEVENTY, mixers=mixers, sequence_flops=flops)
     assert windowed.bytes_per_row(8192) == SEVENTY.bytes_per_row(8192)
     assert windowed.bytes_per_row(8192, seen=True) == 260 * (60 * 1024 + 20 * 8192)
     floor = replace(windowed, weight_flops=0.0, devices=1).decode_floor(1, 8192, bandwidth=1.0, peak=1.0)

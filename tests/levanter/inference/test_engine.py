@@ -29,8 +29,10 @@ POISON = 77
 def made(devices, allocation: Allocation = "fixed", rows: int = 2, pages: int | None = None):
     config = tiny_config(gradient_checkpointing=False)
     mappings = mappings_for(config, SPEC)
+    module = abstract_model(config)
+    assert isinstance(module, DecoderLmHeadModel)
     cache = plan_cache(
-        config,
+        module,
         mappings,
         SPEC,
         batch_axis="batch",
@@ -41,8 +43,6 @@ def made(devices, allocation: Allocation = "fixed", rows: int = 2, pages: int | 
         page_size=4,
         pages=pages,
     )
-    module = abstract_model(config)
-    assert isinstance(module, DecoderLmHeadModel)
     model = ServedModel(abstract=module, sharding=plan_sharding(leaves(module), mappings, SPEC))
     arrays = random_arrays(config)
     arrays["embeddings.token_embeddings.weight"][POISON] = np.nan

@@ -35,17 +35,17 @@ SIZES = dict(
 
 def programs(config: LlamaConfig, mesh: MeshSpec, *, mapping: dict, steps: int = 1, **cache) -> GenerationPrograms:
     mappings = mappings_for(config, mesh, params=mapping, compute={k: v for k, v in mapping.items() if k != "embed"})
+    assert config.vocab_size is not None
+    Vocab = hax.Axis("vocab", config.vocab_size)
+    module = abstract(lambda: config.build(Vocab, key=jax.random.key(0)))
+    assert isinstance(module, DecoderLmHeadModel)
     planned = plan_cache(
-        config,
+        module,
         mappings,
         mesh,
         batch_axis="batch",
         **{"rows": ROWS, "max_seq_len": 64, "dtype": np.dtype(np.float32), **cache},
     )
-    assert config.vocab_size is not None
-    Vocab = hax.Axis("vocab", config.vocab_size)
-    module = abstract(lambda: config.build(Vocab, key=jax.random.key(0)))
-    assert isinstance(module, DecoderLmHeadModel)
     served = ServedModel(abstract=module, sharding=plan_sharding(leaves(module), mappings, mesh))
     return generation_programs(served, planned, prefill=[(1, 16)], steps=steps)
 
@@ -68,7 +68,7 @@ def test_a_decode_step_writes_its_new_positions_and_nothing_else(how, devices):
     steps = how.pop("steps", 1)
     made = programs(config, one, mapping={"embed": None}, steps=steps, rows=4, max_seq_len=2048, **how)
     compiled = made.decode.lower(one.build(devices[:1])).compile()
-    (pages,) = made.cache.abstract.pages
+    (pages,) = made.cache.abstract["pages"]
     whole = [axis.size for axis in pages.axes]
     # As it is held, and as it is indexed: all axes but the last two are one.
     either = "|".join(",".join(map(str, sizes)) for sizes in (whole, [math.prod(whole[:-2]), *whole[-2:]]))

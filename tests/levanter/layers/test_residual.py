@@ -16,9 +16,9 @@ from helpers.stream_toys import ToyConfig, per_layer, reference_loss, stacked
 from haliax_ext.abstract import leaves, with_arrays
 from haliax_ext.meshspec import MeshSpec
 from levanter.layers.attention.kv_cache import NewPositions
+from levanter.layers.decode_state import StateSizes
 from levanter.layers.residual import ParallelResidual, ResidualSpec
 from levanter.models.activations import RESIDUAL, transformer_activations
-from levanter.models.decoder.decode import KvCache, advance
 from levanter.models.decoder.scan_layout import scan_runs
 
 VOCAB, RATE = 64, 0.5
@@ -111,13 +111,13 @@ def test_tokens_that_continue_a_cache_have_the_same_activations(toy, scan):
     def in_parts(model, ids):
         """Seven tokens, then the rest."""
         Batch = ids.resolve_axis("batch")
-        cache = KvCache.zeros(config, pages=Batch.size, slots=12, dtype=jnp.float32)
+        state = model.start(StateSizes(rows=Batch.size, pages=Batch.size, page_size=12, dtype=np.dtype(np.float32)))
         parts = []
         for first, end in ((0, 7), (7, 12)):
             tokens = ids["position", first:end]
             counts = [hax.full(Batch, number, dtype=jnp.int32) for number in (first, end - first)]
             at = NewPositions.consecutive(*counts, tokens.resolve_axis("position"))
-            activations, cache = advance(model, tokens, cache, at)
+            activations, state = model.advance(tokens, state, at, length=12)
             parts.append(activations.rearrange(("batch", "position", "embed")).array)
         return jnp.concatenate(parts, axis=1)
 

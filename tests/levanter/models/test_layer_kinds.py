@@ -126,8 +126,11 @@ def test_what_is_counted_are_the_layers_that_there_are():
         **{"embed": 32, "mlp": 48, "kv_head": 2, "q_heads_per_group": 2, "head_size": 8, "channel": 40, "tap": 3}
     }
     assert list(layer_activations(kind)) == ["queries", "keys and values", "mlp hidden", "channels"]
-    assert kind.layers[1].state_axes == {"latest": ("tap", "channel")}
-    assert kind.layers[0].state_axes == {name: ("key_position", "kv_head", "head_size") for name in ("key", "value")}
+    remembered = [layer.mixer.decode_state(np.float32) for layer in kind.layers[:2]]
+    assert [{name: (leaf.kind, leaf.names) for name, leaf in leaves.items()} for leaves in remembered] == [
+        {"pages": ("paged", ("page", "kv_head", "kv", "slot", "head_size"))},
+        {"latest": ("slot", ("batch", "tap", "channel"))},
+    ]
 
 
 def test_a_size_that_kinds_do_not_share_is_one_that_divides_both():

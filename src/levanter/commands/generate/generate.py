@@ -233,7 +233,7 @@ def identity(work: GenerateWork, reader: PromptReader) -> Mapping[str, Json]:
         "precision": str(work.pretrained.precision),
         "quantize": config.quantize,
         "tied_head": config.tied_head if config.quantize else None,
-        "cache_dtype": str(work.programs.cache.abstract.pages[0].dtype),
+        "cache_dtype": str(work.programs.cache.dtype),
         "max_seq_len": work.programs.cache.max_seq_len,
         # Only present with an adapter, so that outputs of runs without one keep their identity.
         **({} if adapter is None else {"adapter": f"{adapter.config} {weights_digest(adapter.source)}"}),

@@ -70,7 +70,7 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
     )
     model = placed_model(pretrained, target)
     # A model without a cache is refused before its rows are counted.
-    _, ways = model.decoder, pretrained.resolved.batch_ways
+    _, ways = model.decodes, pretrained.resolved.batch_ways
     if config.interactive and (rows := _at_terminal(inference, ways)) != inference.max_rows:
         inference = replace(inference, max_rows=rows)
         notes = (*notes, f"inference.max_rows: {rows}, one for each shard of the batch: a terminal asks one at a time")

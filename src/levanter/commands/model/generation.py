@@ -20,11 +20,11 @@ from levanter.commands.model.scoring_common import context_length_checks
 from levanter.config import ExplicitKeys
 from levanter.inference.capacity import ASSUMED_TEMP_BYTES, MAX_CPU_ROWS, MAX_ROWS, DecodeCost, decode_cost
 from levanter.inference.config import CHUNK, InferenceConfig
-from levanter.inference.kv_cache import CachePlan, plan_cache
+from levanter.inference.kv_cache import KIND_NAMES, CachePlan, plan_cache
 from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
 from levanter.mesh import ResolvedMesh
 from levanter.mesh.config import DEFAULT_BATCH_AXES
-from levanter.models.decoder.config import DecoderConfig
+from levanter.models.base import Decodes
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.runplan import Check, Target, Workload
@@ -66,15 +66,18 @@ class PlacedModel:
     hbm_bytes: int | None
 
     @property
-    def decoder(self) -> DecoderConfig:
-        """The architecture of a model that has a cache.
+    def decodes(self) -> Decodes:
+        """The module, which continues texts.
 
         Raises:
-            ValueError: it has none.
+            ValueError: it does not.
         """
-        if not isinstance(self.config, DecoderConfig):
-            raise ValueError(f"text cannot be generated with a {type(self.config).__name__} yet: it has no cache")
-        return self.config
+        if isinstance(self.module, Decodes):
+            return self.module
+        raise ValueError(
+            f"text cannot be generated with a {type(self.module).__name__}: it does not continue texts (it lacks "
+            "`start` and `advance` of levanter.models.base.Decodes)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,17 +108,17 @@ class GenerationPlan:
     @property
     def resident_bytes(self) -> dict[str, int]:
         """Bytes on a device, by kind."""
-        return {"parameters": self.model.sharding.bytes_per_device, "cache": self.cache.bytes_per_device}
+        state = {KIND_NAMES[kind]: nbytes for kind, nbytes in self.cache.bytes_by_kind.items()}
+        return {"parameters": self.model.sharding.bytes_per_device, **state}
 
     @property
     def coresident_bytes(self) -> dict[str, int]:
         """Bytes on a device that are allocated while a Program runs and are not among its inputs, by its name."""
-        resident = self.resident_bytes
         return {
             # Allocating the cache takes no input; the parameters are already there.
-            self.programs.start.name: resident["parameters"],
+            self.programs.start.name: self.model.sharding.bytes_per_device,
             # Prompt scoring does not take the cache, which stays in memory.
-            **{planned.name: resident["cache"] for planned in self.programs.score.values()},
+            **{planned.name: self.cache.bytes_per_device for planned in self.programs.score.values()},
         }
 
 
@@ -138,17 +141,16 @@ def describe_generation(
         ValueError: the model has no cache, or the rows cannot be sharded over the mesh. Errors of the cache's sharding
             are among the checks.
     """
-    decoder = model.decoder
 
     # Called for several row counts while the number of rows is chosen.
     def cache_with(rows: int) -> CachePlan:
         return plan_cache(
-            decoder,
+            model.decodes,
             model.resolved.mappings,
             model.resolved.spec,
             batch_axis=model.resolved.batch_axis,
             rows=rows,
-            max_seq_len=inference.max_seq_len or decoder.max_seq_len,
+            max_seq_len=inference.max_seq_len or model.config.max_seq_len,
             dtype=_cache_dtype(inference, model, target),
             allocation=inference.allocation,
             page_size=inference.page_size,
@@ -193,13 +195,13 @@ def _checks(
     model: PlacedModel, inference: InferenceConfig, cache: CachePlan, why: str, target: Target
 ) -> tuple[Check, ...]:
     """The checks of the engine; `why` explains the number of rows."""
-    checks = [*_length_checks(cache.max_seq_len, model.decoder), *_tile_notes(cache, target)]
+    checks = [*_length_checks(cache.max_seq_len, model.config), *_tile_notes(cache, target)]
     checks += _slow_cache_notes(cache, target)
     checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
     checks.append(Check(name="cache", status="ok", message=str(cache)))
     checks += [Check(name="rows", status="note", message=why)] if why else []
     checks += [Check(name="cache", status="error", message=str(e), error=e) for e in cache.sharding.errors]
-    return (*checks, *_chunk_notes(inference, cache, target))
+    return (*checks, *_chunk_notes(inference, cache, target), *_prefix_notes(inference, cache))
 
 
 def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -> tuple[Check, ...]:
@@ -210,6 +212,17 @@ def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -
     message = (
         f"inference.prefill_chunk: auto is {chunk}: on CPUs a call takes as long as it has tokens, and {rows} rows get "
         "theirs between two of them"
+    )
+    return (Check(name="prompts", status="note", message=message),)
+
+
+def _prefix_notes(inference: InferenceConfig, cache: CachePlan) -> tuple[Check, ...]:
+    """A note if rows could share the pages of a common prefix, and the model's other state prevents it."""
+    if not inference.share_prefixes or cache.allocation == "fixed" or cache.shares_prefixes:
+        return ()
+    message = (
+        "inference.share_prefixes: prefixes are not shared: some layers keep a state of fixed size for each row, which "
+        "cannot be taken back to the end of a common prefix"
     )
     return (Check(name="prompts", status="note", message=message),)
 
@@ -229,7 +242,7 @@ def _cache_dtype(inference: InferenceConfig, model: PlacedModel, target: Target)
 def _programs(model: PlacedModel, cache: CachePlan, inference: InferenceConfig, target: Target) -> GenerationPrograms:
     """The Programs of the run."""
     served = ServedModel(
-        abstract=model.module,
+        abstract=model.decodes,
         sharding=model.sharding,
         counts_tokens=inference.penalties,
         # On CPUs the time grows with the positions read, so only filled blocks are read.
@@ -245,7 +258,7 @@ def _programs(model: PlacedModel, cache: CachePlan, inference: InferenceConfig, 
     return generation_programs(served, cache, prefill=prefill, steps=inference.steps, score=score)
 
 
-def _length_checks(length: int, model: DecoderConfig) -> list[Check]:
+def _length_checks(length: int, model: LmConfig) -> list[Check]:
     """Refuses or notes rows that are longer than the trained context."""
     if length <= model.max_seq_len:
         return []
@@ -268,7 +281,7 @@ def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
 
 def _slow_cache_notes(cache: CachePlan, target: Target) -> list[Check]:
     """A note on the cost of a bfloat16 cache on CPUs."""
-    if target.platform != "cpu" or cache.abstract.pages[0].dtype.name != "bfloat16":
+    if target.platform != "cpu" or cache.dtype.name != "bfloat16":
         return []
     message = (
         "inference.cache_dtype: bfloat16: XLA for CPUs converts the entire cache and back for what each layer writes, "
@@ -380,7 +393,7 @@ def _decode_cost(
         chip_hour_price: dollars.
     """
     return decode_cost(
-        model.decoder,
+        model.config,
         model.sharding,
         cache,
         vocab_size=model.Vocab.size,

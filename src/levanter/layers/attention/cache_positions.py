@@ -34,8 +34,8 @@ class NewPositions(eqx.Module):
         lone_queries: queries that the keys of a head are multiplied by (padded) where there would be only one.
         flat: whether writes use an index of few components into a view of the cache with fewer axes. A TPU then spends
             no time on the other components; on CPUs XLA copies the array for such a view, in every layer.
-        cache_indices: scatter indices into the arrays of a cache, see `with_cache_indices`; empty if every layer
-            computes its own.
+        cache_indices: number of key and value heads → scatter indices into the arrays of layers with so many, see
+            `with_cache_indices`; empty if every layer computes its own.
     """
 
     positions: NamedArray
@@ -45,7 +45,9 @@ class NewPositions(eqx.Module):
     block: int | None = eqx.field(static=True, default=None)
     lone_queries: int = eqx.field(static=True, default=1)
     flat: bool = eqx.field(static=True, default=False)
-    cache_indices: Mapping[str, NamedArray] = eqx.field(default_factory=dict[str, NamedArray])
+    cache_indices: Mapping[int, Mapping[str, NamedArray]] = eqx.field(
+        default_factory=dict[int, Mapping[str, NamedArray]]
+    )
 
     @staticmethod
     def consecutive(
@@ -109,11 +111,13 @@ class NewPositions(eqx.Module):
             specs = {name: mapping.spec(names) for name, names in axes.items()}
             out = dict.fromkeys(cache_arrays, mapping.spec(index_axes))
             indices = jax.shard_map(compute_indices, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
-        return dataclasses.replace(self, cache_indices={name: hax.named(x, index_axes) for name, x in indices.items()})
+        named = {name: hax.named(x, index_axes) for name, x in indices.items()}
+        return dataclasses.replace(self, cache_indices={**self.cache_indices, pages.axis_size("kv_head"): named})
 
-    def capacity(self, Slot: Axis) -> int:
-        """The number of positions that a row can have."""
-        return Slot.size * (1 if self.tables is None else self.tables.axis_size("table"))
+    def known_indices(self, pages: NamedArray) -> Mapping[str, NamedArray]:
+        """The scatter indices into the arrays of a stack of layers; empty if they were not computed."""
+        # They depend on the number of heads, and on no other size in which layers of one model differ.
+        return self.cache_indices.get(pages.axis_size("kv_head"), {})
 
 
 def with_pages(batch: str) -> AxisMapping:

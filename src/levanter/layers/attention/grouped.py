@@ -14,6 +14,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.typing import DTypeLike
 
 from haliax_ext.mapping import in_one_mapping, inside_attention, shard_attention
 from levanter.layers.attention.backends import (
@@ -23,9 +24,10 @@ from levanter.layers.attention.backends import (
     default_backend,
     has_checkpoint_name,
 )
-from levanter.layers.attention.kv_cache import CachedLayers, attend_cached
+from levanter.layers.attention.kv_cache import NewPositions, attend_cached, kv_leaves
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.context import ForwardContext
+from levanter.layers.decode_state import LayerState, Leaves
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm, NormSpec
 from levanter.layers.param_roles import role
@@ -125,10 +127,15 @@ class AttentionSpec:
         query, key = self.activations.values()
         return {"query": query, "key": key, "value": key, "attention": query, "attention_output": (self.Embed,)}
 
-    @property
-    def state_axes(self) -> Mapping[str, tuple[str, ...]]:
+    def decode_state(self, dtype: DTypeLike) -> Leaves:
         """Keys and values of all positions so far."""
-        return dict.fromkeys(("key", "value"), ("key_position", self.KVHead.name, self.HeadSize.name))
+        return kv_leaves(dtype, KVHead=self.KVHead, HeadSize=self.HeadSize)
+
+    def with_cache_indices(self, new: NewPositions, arrays: Mapping[str, NamedArray]) -> NewPositions:
+        """The new positions with their places in the cache of its layers; see `IndexesPages`."""
+        # Layers with equally many heads share the indices.
+        known = new.known_indices(arrays["pages"])
+        return new if known else new.with_cache_indices(arrays["pages"], arrays.get("scales"))
 
     def init(self, *, key: jax.Array) -> "GroupedQueryAttention":
         """Freshly initialized attention."""
@@ -199,8 +206,8 @@ class GroupedQueryAttention(eqx.Module):
         )
 
     def __call__(
-        self, x: NamedArray, context: ForwardContext, state: CachedLayers | None = None
-    ) -> tuple[NamedArray, CachedLayers | None]:
+        self, x: NamedArray, context: ForwardContext, state: LayerState | None = None
+    ) -> tuple[NamedArray, LayerState | None]:
         """Attends within `x`, or to the positions of a cache and to `x`.
 
         Args:

@@ -18,19 +18,20 @@ An int8 cache has a second array per stack, over the same axes without `head_siz
 (`layers.attention.cache_int8`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.typing import DTypeLike
 
+from levanter.layers.attention.cache_int8 import SCALE_DTYPE
 from levanter.layers.attention.cache_positions import NewPositions as NewPositions
 from levanter.layers.attention.cache_positions import with_pages
 from levanter.layers.attention.kv_cache_shard import CACHE_ARRAYS, CACHE_INDICES, CachedAttention
 from levanter.layers.attention.mask import AttentionMask
+from levanter.layers.decode_state import LayerState, Leaves, StateLeaf
 
 PAGE_AXES = ("layers", "page", "kv_head", "kv", "slot", "head_size")
 """The axes of the keys and values of a stack of layers, in order."""
@@ -39,47 +40,30 @@ SCALE_AXES = ("layers", "kv_head", "kv", "page", "slot")
 """The axes of the scales of an int8 cache, in order. With `kv` next to `slot` XLA converts the layout for each call."""
 
 
-class CachedLayers(eqx.Module):
-    """The cache of a stack of attention layers, carried from layer to layer.
-
-    Attributes:
-        pages: keys and values of all layers, over `PAGE_AXES`.
-        layer: the index of the next layer, int32.
-        scales: the scales of an int8 cache, over `SCALE_AXES`; None if keys and values are floating.
-    """
-
-    pages: NamedArray
-    layer: jax.Array
-    scales: NamedArray | None = None
-
-    @staticmethod
-    def entering(pages: NamedArray, scales: NamedArray | None = None) -> "CachedLayers":
-        """The state before the first layer."""
-        assert tuple(axis.name for axis in pages.axes) == PAGE_AXES, pages.axes
-        assert scales is None or tuple(axis.name for axis in scales.axes) == SCALE_AXES, scales.axes
-        return CachedLayers(pages=pages, layer=jnp.int32(0), scales=scales)
-
-
-def page_axes(*, layers: int, pages: int, slots: int, KVHead: Axis, HeadSize: Axis) -> tuple[Axis, ...]:
-    """The axes of a stack's keys and values."""
-    return (Axis("layers", layers), Axis("page", pages), KVHead, Axis("kv", 2), Axis("slot", slots), HeadSize)
-
-
-def scale_axes(pages: Sequence[Axis]) -> tuple[Axis, ...]:
-    """The axes of the scales of a stack's keys and values.
+def kv_leaves(dtype: DTypeLike, *, KVHead: Axis, HeadSize: Axis) -> Leaves:
+    """The decode state of a layer: `pages`, keys and values, and for int8 the `scales` of these vectors.
 
     Args:
-        pages: the axes of the keys and values.
+        dtype: of keys and values.
+        KVHead: axis of key and value heads.
+        HeadSize: axis of the features of a head.
     """
-    by_name = {axis.name: axis for axis in pages}
-    return tuple(by_name[name] for name in SCALE_AXES)
+    sizes: Mapping[str, Axis] = {"kv_head": KVHead, "kv": Axis("kv", 2), "head_size": HeadSize}
+
+    def leaf(names: Sequence[str], dtype: DTypeLike) -> StateLeaf:
+        # The sizes of `page` and `slot` are the run's.
+        return StateLeaf(axes=tuple(sizes.get(name, name) for name in names[1:]), dtype=jnp.dtype(dtype))
+
+    # Only int8 pages have scales; floating-point pages store the vectors themselves.
+    scales = {"scales": leaf(SCALE_AXES, SCALE_DTYPE)} if jnp.dtype(dtype) == jnp.int8 else {}
+    return {"pages": leaf(PAGE_AXES, dtype), **scales}
 
 
 def attend_cached(
     q: NamedArray,
     k: NamedArray,
     v: NamedArray,
-    state: CachedLayers,
+    state: LayerState,
     new: NewPositions,
     *,
     mask: AttentionMask,
@@ -87,7 +71,7 @@ def attend_cached(
     dtype: DTypeLike,
     soft_cap: float | None = None,
     sinks: NamedArray | None = None,
-) -> tuple[NamedArray, CachedLayers]:
+) -> tuple[NamedArray, LayerState]:
     """Appends the keys and values of new positions to a layer's cache, and attends to all positions.
 
     A key or value that is not finite is stored as 0. Its row is lost, which its activations show; but a later row that
@@ -98,7 +82,7 @@ def attend_cached(
         q: `[batch, position, kv_head, q_heads_per_group, head_size]`.
         k: `[batch, position, kv_head, head_size]`, of the same positions.
         v: as `k`.
-        state: before this layer.
+        state: `pages` over `PAGE_AXES`, and of an int8 cache `scales` over `SCALE_AXES`, before this layer.
         new: the new positions and their places in the cache.
         mask: a rule that compares positions only (causal, window).
         softmax_scale: multiplies the scores.
@@ -115,19 +99,22 @@ def attend_cached(
     of_key = (Batch.name, "position", "kv_head", "head_size")
     of_query = (*of_key[:3], "q_heads_per_group", "head_size")
     at = (Batch.name, "position")
+    pages, scales = state.arrays["pages"], state.arrays.get("scales")
+    assert tuple(axis.name for axis in pages.axes) == PAGE_AXES, pages.axes
+    assert scales is None or tuple(axis.name for axis in scales.axes) == SCALE_AXES, scales.axes
     # The caller of several layers computes the indices once; a single layer computes its own.
-    new = new if new.cache_indices else new.with_cache_indices(state.pages, state.scales)
+    new = new if new.known_indices(pages) else new.with_cache_indices(pages, scales)
     optional_inputs = {
         "q": q.rearrange(of_query),
         "k": k.rearrange(of_key),
         "v": v.rearrange(of_key),
-        "pages": state.pages,
-        "scales": state.scales,
+        "pages": pages,
+        "scales": scales,
         "positions": new.positions.rearrange(at),
         "valid": new.valid.rearrange(at),
         "tables": new.tables,
         "sinks": sinks,
-        **{CACHE_INDICES[name]: x for name, x in new.cache_indices.items()},
+        **{CACHE_INDICES[name]: x for name, x in new.known_indices(pages).items()},
     }
     inputs = {name: x for name, x in optional_inputs.items() if x is not None}
     layer = CachedAttention(
@@ -154,4 +141,4 @@ def attend_cached(
         mixed, cache_arrays = run(state.layer, arrays)
     new_cache = {name: hax.named(x, inputs[name].axes) for name, x in cache_arrays.items()}
     mixed = hax.named(mixed, inputs["q"].axes).rearrange(q.axes)
-    return mixed, CachedLayers(**new_cache, layer=state.layer + 1)
+    return mixed, state.after(new_cache)

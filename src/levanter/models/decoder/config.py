@@ -109,6 +109,17 @@ class DecoderConfig(LmConfig):
         return False
 
     @property
+    def earlier_token_ids(self) -> int:
+        """How many ids before a token its parts read (`ForwardContext.ids_before`), kept while text is generated."""
+        counts = [
+            leaf.sized[0].size
+            for mixer in dict.fromkeys(layer.mixer for layer in self.layers)
+            for leaf in mixer.decode_state(np.float32).values()
+            if leaf.kind == "token_ids"
+        ]
+        return max(counts, default=0)
+
+    @property
     def attention(self) -> AttentionSpec:
         """The part of the attention spec that all layers share; `layer_attention` adds the rest."""
         return AttentionSpec(
@@ -207,12 +218,25 @@ class DecoderConfig(LmConfig):
         names = [layer.mixer.rope for layer in self.layers]
         return {name: getattr(self, name) for name in dict.fromkeys(names) if name is not None}
 
+    @property
+    def rotary_sizes(self) -> Mapping[str, Axis]:
+        """The axis that each rotary table rotates, by the name of its field: `head_size` of the layers that read it."""
+        sizes: dict[str, Axis] = {}
+        for mixer in (layer.mixer for layer in self.layers):
+            if mixer.rope is not None:
+                size = getattr(mixer, "HeadSize", self.HeadSize)
+                assert sizes.setdefault(mixer.rope, size) == size, (
+                    f"layers with heads of {sizes[mixer.rope].size} and of {size.size} features both read "
+                    f"{mixer.rope!r}; each size needs a rotary field of its own"
+                )
+        return sizes
+
     def reads_alike(self, length: int, other: int) -> bool:
         """Whether rotary embeddings are equal in rows of `length` and `other` positions (dynamic scaling differs)."""
-        size = self.HeadSize.size
+        sizes = self.rotary_sizes
         return all(
-            np.array_equal(rope.frequencies(size, length), rope.frequencies(size, other))
-            for rope in self.ropes.values()
+            np.array_equal(rope.frequencies(sizes[name].size, length), rope.frequencies(sizes[name].size, other))
+            for name, rope in self.ropes.items()
         )
 
     def __post_init__(self):
@@ -258,8 +282,8 @@ class DecoderConfig(LmConfig):
             # Rotary settings read `HeadSize`, which is meaningless
             # while one of the two divisions above has a remainder.
             try:
-                for rope in self.ropes.values():
-                    rope.rotated_size(self.HeadSize.size)
+                for name, rope in self.ropes.items():
+                    rope.rotated_size(self.rotary_sizes[name].size)
             except ValueError as error:
                 problems.append(str(error))
         return problems

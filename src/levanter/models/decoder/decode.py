@@ -1,110 +1,156 @@
-"""Decoding with a key/value cache: `advance` runs a decoder on a few new tokens of each row.
+"""The decode state of a decoder: which layers share arrays, an empty state, and the way through the stacks and back.
 
-The cache is one array of keys and values for each run of layers, since each run is scanned by itself
-(`models.decoder.scan_layout`). `layers.attention.kv_cache` describes the array.
+Each stack of layers is scanned by itself (`models.decoder.scan_layout`), so it has arrays of its own: for every group
+of its layers with equal leaves, one array for each leaf. Attention layers of all kinds are one group unless their heads
+differ; the recurrent layers between them are another one. The ids of earlier tokens are a leaf of the model.
 """
 
-import equinox as eqx
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import haliax as hax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray, zeros
-from jax.typing import DTypeLike
 
-from levanter.layers.attention.cache_int8 import SCALE_DTYPE
-from levanter.layers.attention.kv_cache import CachedLayers, NewPositions, page_axes, scale_axes
+from levanter.layers.attention.cache_positions import NewPositions
+from levanter.layers.decode_state import (
+    EARLIER,
+    NO_TOKEN,
+    TOKEN_IDS,
+    DecodeState,
+    GroupKey,
+    LayerState,
+    Leaves,
+    StackState,
+    StateLeaf,
+    StateSizes,
+    group_key,
+    layer_leaves,
+)
+from levanter.layers.protocols import IndexesPages, Mixer
 from levanter.models.decoder.config import DecoderConfig
-from levanter.models.decoder.model import DecoderLmHeadModel
-
-_OF_ATTENTION = frozenset({"key", "value"})
 
 
-class KvCache(eqx.Module):
-    """Keys and values of the sequences being decoded.
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers of a stack that share arrays.
 
     Attributes:
-        pages: `[layers, page, kv_head, kv, slot, head_size]` of each run of layers.
-        scales: for int8 pages, the factor of each stored vector, `[layers, kv_head, kv, page, slot]` of each run of
-            layers; otherwise empty.
+        stack: the number of the stack.
+        key: what the layers have in common.
+        mixer: of one of them.
+        layers: how many there are.
     """
 
-    pages: tuple[NamedArray, ...]
-    scales: tuple[NamedArray, ...] = ()
+    stack: int
+    key: GroupKey
+    mixer: Mixer
+    layers: int
 
-    @staticmethod
-    def zeros(config: DecoderConfig, *, pages: int, slots: int, dtype: DTypeLike) -> "KvCache":
-        """An empty cache; call it inside `jit` or `eval_shape`, so that it is allocated in its shards.
+    def axes(self, leaf: StateLeaf, sizes: StateSizes) -> tuple[Axis, ...]:
+        """The axes of the array of a leaf."""
+        return (Axis("layers", self.layers), *leaf.resolved(sizes))
 
-        Args:
-            config: the architecture.
-            pages: how many pages there are, over all shards.
-            slots: positions in a page.
-            dtype: of keys and values; int8 for integers with scales.
 
-        Raises:
-            ValueError: the model has layers whose decode state is not keys and values.
-        """
-        axes, dtype = cache_axes(config, pages, slots), jnp.dtype(dtype)
-        # Only int8 pages have scales; floating-point pages store the vectors themselves.
-        of_integers = axes if dtype == jnp.int8 else ()
-        return KvCache(
-            pages=tuple(zeros(run_axes, dtype=dtype) for run_axes in axes),
-            scales=tuple(zeros(scale_axes(run_axes), dtype=SCALE_DTYPE) for run_axes in of_integers),
+def layer_groups(config: DecoderConfig) -> tuple[LayerGroup, ...]:
+    """The groups of all stacks, in order. A layer that remembers nothing is in none.
+
+    Raises:
+        ValueError: a mixer does not say what it remembers.
+    """
+    # A mixer without the method would be decoded as if it saw no earlier token.
+    if silent := [n for n, layer in enumerate(config.layers) if not hasattr(layer.mixer, "decode_state")]:
+        kind = type(config.layers[silent[0]].mixer).__name__
+        raise ValueError(
+            f"text cannot be generated with this model: its layer {silent[0]} (a {kind}) does not say what it "
+            f"remembers of earlier tokens\n  → {kind}.decode_state (docs/extending/decode-state.md)"
         )
+    # Unrolled layers are one BlockSeq and share arrays; scanned ones have arrays for each run.
+    ends = [run.start + run.layers for run in config.runs] if config.scan_layers else [config.num_layers]
+    groups: list[LayerGroup] = []
+    start = 0
+    for stack, end in enumerate(ends):
+        counts: dict[GroupKey, list[Mixer]] = {}
+        for layer in config.layers[start:end]:
+            if key := group_key(layer.mixer):
+                counts.setdefault(key, []).append(layer.mixer)
+        groups += [
+            LayerGroup(stack=stack, key=key, mixer=mixers[0], layers=len(mixers)) for key, mixers in counts.items()
+        ]
+        start = end
+    return tuple(groups)
 
-    @property
-    def Slot(self) -> Axis:
-        """The axis of positions in a page."""
-        return self.pages[0].resolve_axis("slot")
 
-
-def cache_axes(config: DecoderConfig, pages: int, slots: int) -> tuple[tuple[Axis, ...], ...]:
-    """The axes of a model's cache, for each run of layers.
+def empty_state(config: DecoderConfig, sizes: StateSizes) -> DecodeState:
+    """A state in which no row has any token; call it inside `jit` or `eval_shape`, so that it is made in its shards.
 
     Args:
         config: the architecture.
-        pages: how many pages there are, over all shards.
-        slots: positions in a page.
+        sizes: of the run.
 
     Raises:
-        ValueError: the model has layers whose decode state is not keys and values.
+        ValueError: a mixer does not say what it remembers.
     """
-    for number, layer in enumerate(config.layers):
-        # A layer without any state is refused, too: its output would depend on tokens that the cache does not hold.
-        if unsupported := sorted(set(layer.state_axes) - _OF_ATTENTION) or not layer.state_axes:
-            state_names = ", ".join(unsupported) if isinstance(unsupported, list) else "nothing"
-            raise ValueError(
-                f"text cannot be generated with this model yet: its layer {number} (a {type(layer.mixer).__name__}) "
-                f"remembers {state_names}, and the cache holds keys and values of attention only"
-            )
-    # Unrolled layers are one BlockSeq and share one array; scanned ones have an array for each run.
-    runs = [run.layers for run in config.runs] if config.scan_layers else [config.num_layers]
-    of_one = {"pages": pages, "slots": slots, "KVHead": config.KVHead, "HeadSize": config.HeadSize}
-    return tuple(page_axes(layers=layers, **of_one) for layers in runs)
+    groups = layer_groups(config)
+    leaves = [layer_leaves(group.mixer, sizes.dtype) for group in groups]
+    state: dict[str, tuple[NamedArray | None, ...]] = {}
+    for name in dict.fromkeys(name for group_leaves in leaves for name in group_leaves):
+        state[name] = tuple(
+            _zeros(group, of_group, name, sizes) for group, of_group in zip(groups, leaves, strict=True)
+        )
+    if config.earlier_token_ids:
+        leaf = StateLeaf.ids(config.earlier_token_ids)
+        state[TOKEN_IDS] = (hax.full(leaf.resolved(sizes), NO_TOKEN, dtype=leaf.dtype),)
+    return state
 
 
-def advance(
-    model: DecoderLmHeadModel, tokens: NamedArray, cache: KvCache, at: NewPositions, *, length: int | None = None
-) -> tuple[NamedArray, KvCache]:
-    """Maps new tokens to activations, and adds their keys and values to the cache.
+def _zeros(group: LayerGroup, leaves: Leaves, name: str, sizes: StateSizes) -> NamedArray | None:
+    return zeros(group.axes(leaves[name], sizes), dtype=leaves[name].dtype) if name in leaves else None
+
+
+def entering_stacks(config: DecoderConfig, state: DecodeState, *, stacks: int) -> list[StackState]:
+    """The state of each stack before its first layer."""
+    entering: list[list[tuple[GroupKey, LayerState]]] = [[] for _ in range(stacks)]
+    for number, group in enumerate(layer_groups(config)):
+        entering[group.stack].append((group.key, LayerState.entering(group_arrays(state, number))))
+    return [
+        StackState(groups=tuple(layers for _, layers in pairs), keys=tuple(key for key, _ in pairs))
+        for pairs in entering
+    ]
+
+
+def leaving_stacks(state: DecodeState, stacks: Sequence[StackState]) -> DecodeState:
+    """A state with the arrays that the stacks left; the inverse of `entering_stacks`."""
+    groups = [group for stack in stacks for group in stack.groups]
+    names = [name for name in state if name != TOKEN_IDS]
+    return {**state, **{name: tuple(group.arrays.get(name) for group in groups) for name in names}}
+
+
+def group_arrays(state: DecodeState, number: int) -> dict[str, NamedArray]:
+    """The arrays of a group of layers, by name of the leaf."""
+    arrays = {name: groups[number] for name, groups in state.items() if name != TOKEN_IDS}
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def with_page_indices(config: DecoderConfig, state: DecodeState, new: NewPositions) -> NewPositions:
+    """New positions with what mixers compute about them once for all layers, outside the scans."""
+    for number, group in enumerate(layer_groups(config)):
+        if isinstance(group.mixer, IndexesPages):
+            new = group.mixer.with_cache_indices(new, group_arrays(state, number))
+    return new
+
+
+def following_ids(earlier: NamedArray, tokens: NamedArray, valid: NamedArray) -> NamedArray:
+    """The ids before the next token, `[batch, earlier]`, after a call.
 
     Args:
-        model: its weights in the compute dtype.
-        tokens: ids, `[batch, position]`.
-        cache: of the positions before.
-        at: the positions of the tokens, in their sequences and in the cache.
-        length: positions that a row may have; by default the capacity of the cache. Rotary embeddings of kinds
-            `dynamic` and `longrope` depend on it, so all calls for a row must pass the same.
-
-    Returns:
-        Activations after the final norm, `[batch, position, embed]`, and the cache.
+        earlier: the ids before the call.
+        tokens: of the call, `[batch, position]`.
+        valid: which of them are tokens; these come first.
     """
-    # Learned position embeddings need true positions, not indices into the block of new tokens.
-    embedded = model.embeddings(tokens, at.positions)
-    length = at.capacity(cache.Slot) if length is None else length
-    scales = cache.scales or (None,) * len(cache.pages)
-    # Which page and slot each new token goes to is the same for
-    # all layers, so it is computed once, outside the scans.
-    at = at.with_cache_indices(cache.pages[0], scales[0])
-    states = [CachedLayers.entering(*run_cache) for run_cache in zip(cache.pages, scales, strict=True)]
-    activations, new_states = model.transformer.advance(embedded, at, states, length=length, token_ids=tokens)
-    new_scales = tuple(state.scales for state in new_states if state.scales is not None)
-    return activations, KvCache(pages=tuple(state.pages for state in new_states), scales=new_scales)
+    Earlier = earlier.resolve_axis(EARLIER)
+    ids = tokens.rearrange((..., "position")).rename({"position": EARLIER}).astype(earlier.dtype)
+    joined = hax.concatenate(EARLIER, [earlier, ids.rearrange(tuple(axis.name for axis in earlier.axes))])
+    # The window moves by the number of tokens that a row got: rows that got none keep theirs.
+    moved = hax.sum(valid.astype(jnp.int32), "position").array[:, None] + jnp.arange(Earlier.size)[None]
+    return hax.named(jnp.take_along_axis(joined.array, moved, axis=1), earlier.axes)

@@ -24,18 +24,27 @@ from haliax.nn.scan import BlockSeq, Stacked
 
 from haliax_ext.mapping import into_residual, out_of_residual, shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention
-from levanter.layers.attention.kv_cache import CachedLayers, NewPositions
+from levanter.layers.attention.cache_positions import NewPositions
 from levanter.layers.context import ForwardContext, RotaryTables
+from levanter.layers.decode_state import TOKEN_IDS, DecodeState, StackState, StateSizes
 from levanter.layers.embedding import Embedding, PositionEmbedding, positions_in_segments
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm
 from levanter.layers.outputs import Outputs, Sums
 from levanter.layers.param_roles import role
+from levanter.layers.protocols import Mixer
 from levanter.layers.residual import ResidualRule, StreamEnds
 from levanter.layers.unstacked import numbered
 from levanter.models.base import LmHeadModel
 from levanter.models.decoder.config import DecoderConfig
+from levanter.models.decoder.decode import (
+    empty_state,
+    entering_stacks,
+    following_ids,
+    leaving_stacks,
+    with_page_indices,
+)
 from levanter.models.decoder.scan_layout import Run
 from levanter.models.stack import Period, checkpoint_policy, stack_builder
 
@@ -52,6 +61,7 @@ class DecoderBlock(eqx.Module):
         post_attn_layernorm: on the mixer's output.
         post_mlp_layernorm: on the feed-forward part's output.
         residual: how the mixer, and then the feed-forward part, read the stream and are added to it.
+        mixer_spec: the mixer's spec, which says what the layer remembers while text is generated.
     """
 
     self_attn: GroupedQueryAttention | None
@@ -62,6 +72,7 @@ class DecoderBlock(eqx.Module):
     post_attn_layernorm: Norm | None
     post_mlp_layernorm: Norm | None
     residual: tuple[ResidualRule, ...]
+    mixer_spec: Mixer = eqx.field(static=True)
 
     @staticmethod
     def init(spec: LayerSpec, *, key: jax.Array) -> "DecoderBlock":
@@ -82,16 +93,17 @@ class DecoderBlock(eqx.Module):
             post_attn_layernorm=norm("post_attn_layernorm"),
             post_mlp_layernorm=norm("post_mlp_layernorm"),
             residual=spec.residual.init(spec.Embed, len(spec.parts), key=key),
+            mixer_spec=spec.mixer,
         )
 
     def __call__(
-        self, carry: tuple[Outputs, CachedLayers | None], context: ForwardContext
-    ) -> tuple[Outputs, CachedLayers | None]:
+        self, carry: tuple[Outputs, StackState | None], context: ForwardContext
+    ) -> tuple[Outputs, StackState | None]:
         """Maps the residual stream and the layers' state to their next values.
 
         Args:
-            carry: the stream, `[…, position]` and `ResidualSpec.stream_axes`, with its auxiliary sums; and the cache
-                state, None without a cache.
+            carry: the stream, `[…, position]` and `ResidualSpec.stream_axes`, with its auxiliary sums; and the decode
+                state of the stack, None for whole sequences.
             context: what all layers read beside the stream.
         """
         outputs, state = carry
@@ -108,7 +120,9 @@ class DecoderBlock(eqx.Module):
         normed = out_of_residual(norm("input_layernorm", x))
         attribute = "mixer" if self.self_attn is None else "self_attn"
         with jax.named_scope(attribute):
-            mixed, state = getattr(self, attribute)(normed, context, state)
+            layer_state = None if state is None else state.of(self.mixer_spec)
+            mixed, layer_state = getattr(self, attribute)(normed, context, layer_state)
+            state = None if state is None else state.replaced(self.mixer_spec, layer_state)
         # `into_residual` first reduces the partial sums into the compute
         # mapping's shards, then reshards to the stream's finer ones.
         mixed = norm("post_attn_layernorm", into_residual(mixed)).rearrange(x.axes)
@@ -191,35 +205,41 @@ class DecoderTransformer(eqx.Module):
         self,
         x: NamedArray,
         new: NewPositions,
-        states: Sequence[CachedLayers],
+        state: DecodeState,
         *,
         length: int,
         token_ids: NamedArray,
-    ) -> tuple[NamedArray, tuple[CachedLayers, ...]]:
-        """The forward pass for tokens that continue cached sequences.
+    ) -> tuple[NamedArray, DecodeState]:
+        """The forward pass for tokens that continue sequences; see `DecoderLmHeadModel.advance`.
 
         Args:
             x: the embedded tokens, `[batch, position, embed]`.
-            new: their positions, in their sequences and in the cache.
-            states: the cache state of each run of layers.
+            new: their positions, in their sequences and in the pages.
+            state: the decode state.
             length: positions that a row may have: rotary embeddings of some kinds depend on it.
             token_ids: the tokens, `[batch, position]`.
-
-        Returns:
-            The activations, and the states with the new positions in them.
         """
+        # Which page and slot each new token goes to is the same for
+        # all layers, so it is computed once, outside the scans.
+        new = with_page_indices(self.config, state, new)
         # `length` is the row's capacity, not the number of new tokens: dynamic
         # and longrope tables must equal those of the positions already cached.
         tables = self._tables(new.positions, length=length)
+        (earlier,) = state.get(TOKEN_IDS, (None,))
         context = ForwardContext(
             mask=AttentionMask.causal(),
             tables=tables,
             positions=new.positions,
             new=new,
             token_ids=self._ids_if_read(token_ids),
+            earlier_ids=earlier,
         )
-        outputs, new_states = self._through(x, context, states)
-        return outputs.activations, tuple(state for state in new_states if state is not None)
+        stacks = entering_stacks(self.config, state, stacks=len(self._stacks))
+        outputs, stacks = self._through(x, context, stacks)
+        state = leaving_stacks(state, [stack for stack in stacks if stack is not None])
+        if earlier is not None:
+            state = {**state, TOKEN_IDS: (following_ids(earlier, token_ids, new.valid),)}
+        return outputs.activations, state
 
     @property
     def _stacks(self) -> "tuple[Stacked | BlockSeq, ...]":
@@ -228,7 +248,8 @@ class DecoderTransformer(eqx.Module):
     def _tables(self, positions: NamedArray, *, length: int) -> RotaryTables:
         with jax.named_scope("rope"):
             ropes = self.config.ropes.items()
-            return {name: rope.tables(self.config.HeadSize, positions, length=length) for name, rope in ropes}
+            sizes = self.config.rotary_sizes
+            return {name: rope.tables(sizes[name], positions, length=length) for name, rope in ropes}
 
     def _ids_if_read(self, token_ids: NamedArray) -> NamedArray | None:
         # A checkpointed block keeps all of its inputs, so those that no part reads must not be among them.
@@ -238,16 +259,16 @@ class DecoderTransformer(eqx.Module):
         self,
         x: NamedArray,
         context: ForwardContext,
-        states: Sequence[CachedLayers | None],
+        states: Sequence[StackState | None],
         *,
         auxiliary: Sequence[str] = (),
-    ) -> tuple[Outputs, Sequence[CachedLayers | None]]:
+    ) -> tuple[Outputs, Sequence[StackState | None]]:
         """Runs all layers and the final norm; returns the new state of each run of layers, too."""
         # Auxiliary sums start at 0 and travel in the carry, since a
         # scan's carry must have the same structure in every layer.
         x = shard_residual(self.ends.enter(x, context))
         stream = Outputs(activations=x, auxiliary=Sums.zeros(auxiliary))
-        new_states: list[CachedLayers | None] = []
+        new_states: list[StackState | None] = []
         context = self._capture(context, stream, behind=0)
         for parts, state in zip(self._parts, states, strict=True):
             for part, end in parts:
@@ -393,6 +414,18 @@ class DecoderLmHeadModel(LmHeadModel):
         embedded = self.embeddings(input_ids, positions, in_branches=in_branches)
         mask = _mask(attn_mask, segment_ids)
         return self.transformer(embedded, mask, positions, token_ids=input_ids, auxiliary=auxiliary)
+
+    def start(self, sizes: StateSizes) -> DecodeState:
+        """An empty decode state; see `Decodes`."""
+        return empty_state(self.config, sizes)
+
+    def advance(
+        self, tokens: NamedArray, state: DecodeState, at: NewPositions, *, length: int
+    ) -> tuple[NamedArray, DecodeState]:
+        """Maps new tokens to activations, and adds what the layers remember of them to the state; see `Decodes`."""
+        # Learned position embeddings need true positions, not indices into the block of new tokens.
+        embedded = self.embeddings(tokens, at.positions)
+        return self.transformer.advance(embedded, at, state, length=length, token_ids=tokens)
 
     @property
     def head(self) -> Linear:

@@ -144,14 +144,13 @@ def estimate_decode_layout(served: DecodeCost, rows: int, pod: Accelerator, *, l
     mesh = MeshSpec.of(data=served.shards, model=served.kv_ways, group=served.repeated)
     residual = -(-rows // served.shards) * served.embed * served.compute_bytes
     sum_ = Network.of(mesh, pod).seconds("all-reduce", residual, axis_spans(mesh, "model", "group")) or 0.0
-    layers = sum(count for _, count in served.windows)
     # The floor is at the full rate of the memory; a step reaches `HBM` of it.
     reading = (floor.weights + floor.cache) / HBM
     return DecodeLayout(
         served=served,
         rows=rows,
         most=served.fitting(limit, served.context, temp_bytes=served.temp_bytes),
-        seconds=max(reading, floor.flops / MATMUL_EFFICIENCY) + 2 * layers * sum_,
+        seconds=max(reading, floor.flops / MATMUL_EFFICIENCY) + 2 * served.layers * sum_,
     )
 
 

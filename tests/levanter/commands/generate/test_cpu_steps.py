@@ -163,7 +163,7 @@ def test_a_cache_has_the_compute_dtype_or_the_asked_one_and_on_cpus_float32_for_
     }
     for (target, mp, dtype), expected in wanted.items():
         found = plan(target, mp=mp, inference={"cache_dtype": dtype})
-        assert found.work.programs.cache.abstract.pages[0].dtype == expected
+        assert found.work.programs.cache.dtype == expected
         noted = [check for check in found.checks if check.name == "cache" and "bfloat16: XLA for CPUs" in check.message]
         assert bool(noted) == (target == CPU and expected == "bfloat16")
 

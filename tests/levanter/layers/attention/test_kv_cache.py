@@ -18,7 +18,8 @@ from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
 from levanter.layers.attention import AttentionMask, kv_cache_shard
-from levanter.layers.attention.kv_cache import CachedLayers, NewPositions, attend_cached, page_axes, scale_axes
+from levanter.layers.attention.kv_cache import NewPositions, attend_cached, kv_leaves
+from levanter.layers.decode_state import LayerState, StateSizes
 
 ROWS, HEADS, GROUP, SIZE, LAYERS, LAYER = 4, 2, 2, 8, 3, 1
 PAGES, SLOTS, OF_ROW = 14, 4, 3
@@ -110,23 +111,26 @@ def tables(ways: int, allocation: str = "paged") -> np.ndarray:
     return np.concatenate(numbers).reshape(ROWS, of_row).astype(np.int32)
 
 
+def empty_cache(dtype, *, layers: int = LAYERS, pages: int, slots: int) -> dict[str, hax.NamedArray]:
+    """The arrays of a stack of layers."""
+    sizes = StateSizes(rows=ROWS, pages=pages, page_size=slots, dtype=np.dtype(dtype))
+    return {
+        name: hax.zeros((Axis("layers", layers), *leaf.resolved(sizes)), dtype=leaf.dtype)
+        for name, leaf in kv_leaves(dtype, KVHead=KVHead, HeadSize=Size).items()
+    }
+
+
 def program(
     allocation: str, mapping, *, reach=None, block=None, window=None, soft_cap=None, sinks=False, int8=False, flat=False
 ):
     """A call as a Program: q, k, v, the state, first, count, tables, sinks."""
     Table = Axis("table", 1 if allocation == "own pages" else OF_ROW)
-    axes = page_axes(
-        layers=LAYERS,
-        pages=PAGES if allocation == "paged" else ROWS,
-        slots=SLOTS if allocation == "paged" else SLOTS * OF_ROW,
-        KVHead=KVHead,
-        HeadSize=Size,
-    )
+    pages, slots = (PAGES, SLOTS) if allocation == "paged" else (ROWS, SLOTS * OF_ROW)
 
     def function(q, k, v, held, first, count, table, sink):
         own = None if allocation == "fixed" else table
         new = NewPositions.consecutive(first, count, Pos, tables=own, reach=reach, block=block, flat=flat)
-        state = CachedLayers(**held, layer=jnp.int32(LAYER))
+        state = LayerState(arrays=held, layer=jnp.int32(LAYER))
         mixed, state = attend_cached(
             q,
             k,
@@ -139,8 +143,7 @@ def program(
             soft_cap=soft_cap,
             sinks=sink if sinks else None,
         )
-        behind = {"pages": state.pages, "scales": state.scales}
-        return mixed, {name: behind[name] for name in held}, state.layer
+        return mixed, dict(state.arrays), state.layer
 
     compute = AxisMapping({**mapping, "page": mapping.get("batch")})
 
@@ -150,10 +153,7 @@ def program(
     def given(name, axes, dtype):
         return Input(name=name, value=empty(axes, dtype), placement=compute)
 
-    held = {"pages": empty(axes, np.int8 if int8 else np.float32)}
-    if int8:
-        held["scales"] = empty(scale_axes(axes), ml_dtypes.bfloat16)
-
+    held = abstract(lambda: empty_cache(np.int8 if int8 else np.float32, pages=pages, slots=slots))
     inputs = (
         given("q", (Batch, Pos, KVHead, Queries, Size), np.float32),
         given("k", (Batch, Pos, KVHead, Size), np.float32),
@@ -314,16 +314,16 @@ def test_what_is_not_finite_stays_with_its_own_row(int8, devices):
 
 
 def test_what_is_too_large_for_a_cache_of_float16_loses_its_row_and_no_other():
-    axes = page_axes(layers=LAYERS, pages=ROWS, slots=SLOTS * OF_ROW, KVHead=KVHead, HeadSize=Size)
     q, k, v, first, count = next(iter(calls()))
     k, v = k.copy(), v.copy()
     k[3, 5, 0, 0], v[3, 6, 1, 2] = -1e5, 1e6
     given = [hax.named(jnp.asarray(q), (Batch, Pos, KVHead, Queries, Size))]
     given += [hax.named(jnp.asarray(x), (Batch, Pos, KVHead, Size)) for x in (k, v)]
     new = NewPositions.consecutive(hax.named(jnp.asarray(first), Batch), hax.named(jnp.asarray(count), Batch), Pos)
-    state = CachedLayers(pages=hax.zeros(axes, dtype=jnp.float16), layer=jnp.int32(LAYER))
+    cache = empty_cache(np.float16, pages=ROWS, slots=SLOTS * OF_ROW)
+    state = LayerState(arrays=cache, layer=jnp.int32(LAYER))
     mixed, state = attend_cached(*given, state, new, mask=AttentionMask.causal(), softmax_scale=0.4, dtype=jnp.float32)
-    assert np.isfinite(np.asarray(state.pages.array, np.float32)).all()
+    assert np.isfinite(np.asarray(state.arrays["pages"].array, np.float32)).all()
     found = np.asarray(mixed.array)
     assert np.isnan(found[3, 5:7]).all()
     for row in range(ROWS):
@@ -342,10 +342,8 @@ def test_nothing_is_communicated(devices):
 def test_a_rule_that_is_not_about_positions_is_our_bug():
     q = hax.zeros((Batch, Pos, KVHead, Queries, Size))
     k = hax.zeros((Batch, Pos, KVHead, Size))
-    axes = page_axes(layers=1, pages=ROWS, slots=CALL, KVHead=KVHead, HeadSize=Size)
     new = NewPositions.consecutive(hax.zeros(Batch, dtype=jnp.int32), hax.zeros(Batch, dtype=jnp.int32), Pos)
     segments = AttentionMask.causal().with_segment_ids(hax.zeros((Batch, Pos), dtype=jnp.int32))
+    state = LayerState.entering(empty_cache(np.float32, layers=1, pages=ROWS, slots=CALL))
     with pytest.raises(AssertionError):
-        attend_cached(
-            q, k, k, CachedLayers.entering(hax.zeros(axes)), new, mask=segments, softmax_scale=1.0, dtype=jnp.float32
-        )  # fmt: skip
+        attend_cached(q, k, k, state, new, mask=segments, softmax_scale=1.0, dtype=jnp.float32)
