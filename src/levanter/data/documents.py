@@ -17,6 +17,7 @@ from levanter.data.config import (
 from levanter.data.errors import DataError, raise_problems
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat, format_name
 from levanter.data.readers import Document, file_kind, read_documents
+from levanter.data.record_values import checked_text
 from levanter.data.sources import HfDatasetSource, PythonDocsSource, UrlDatasetSource
 from levanter.io.paths import MissingFileError, expand, is_remote
 
@@ -88,7 +89,9 @@ class InlineDocuments:
 
     def __iter__(self) -> Iterator[Document]:
         for number, text in enumerate(self.texts):
-            yield Document(text, f"{self.origin}[{number}]")
+            origin = f"{self.origin}[{number}]"
+            # YAML has escapes for half of a surrogate pair, too.
+            yield Document(checked_text(text, origin), origin)
 
     def __str__(self) -> str:
         return f"{len(self.texts)} texts in the configuration"

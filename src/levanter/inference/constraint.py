@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from levanter.inference.exclusive_branches import ADVICE, coerce_exclusive_branches
 from levanter.inference.requests import MASK_BITS, ConstraintSpec
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Constraints:
             if spec.kind == "json_object":
                 grammar = matcher.grammar_from_json_schema({"type": "object"})
             elif spec.kind == "json_schema":
-                grammar = matcher.grammar_from_json_schema(spec.text)
+                grammar = matcher.grammar_from_json_schema(coerce_exclusive_branches(spec.text))
             elif spec.kind == "regex":
                 grammar = matcher.grammar_from_regex(spec.text)
             else:
@@ -130,5 +131,8 @@ def _llguidance():
 
 def _one_line(text: str) -> str:
     """A message of llguidance on one line."""
+    # It names an option of the library, which no request can set.
+    if "coerce_one_of" in text and "oneOf" in text:
+        return ADVICE
     words = " ".join(text.split())
     return "not understood" if not words else words if len(words) <= 300 else f"{words[:299]}…"
