@@ -191,7 +191,7 @@ def test_templates_neither_multiply_nor_run_for_ever(text: str, says: str, monke
     # What is refused for its size is refused for that on a slow machine too.
     monkeypatch.setattr("levanter.data.template_sandbox.TEMPLATE_SECONDS", 1.0 if says == "more than 1 s" else 100.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    template = ChatTemplate(text=text, bos_token="<s>", eos_token="</s>")
+    template = ChatTemplate(text=text, tokens={"bos_token": "<s>", "eos_token": "</s>"})
     with pytest.raises(DataError, match=says):
         template.render([{"role": "user", "content": "x"}], {}, "a.jsonl:1")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < GIB
@@ -203,7 +203,7 @@ def test_ordinary_templates_are_what_they_were():
         "{{ '-' * 3 }}{{ '%s/%d' % ('a', 2) }}{{ 'x,y'.split(',') | join('+') }}{{ {'k': 1} | tojson }}"
         "{{ 'aXbX'.replace('X', 'yy') }}{{ [1] + [2] }}{{ 2 ** 10 }}{{ '{}|{:>3}'.format(1, 2) }}\n{% endfor %}"
     )
-    rendered, spans = ChatTemplate(text=text, bos_token="<s>", eos_token="").render(
+    rendered, spans = ChatTemplate(text=text, tokens={"bos_token": "<s>", "eos_token": ""}).render(
         [{"role": "user", "content": " hi "}], {}, "a"
     )
     assert rendered == '<s>1: USER\nhi---a/2x+y{"k": 1}ayybyy[1, 2]10241|  2\n' and spans == []

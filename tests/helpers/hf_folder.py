@@ -85,9 +85,14 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_folder(
-    folder: Path, *, config: dict[str, Any] = CONFIG, weights: dict[str, np.ndarray] | None = None, shards: int = 1
+    folder: Path,
+    *,
+    config: dict[str, Any] = CONFIG,
+    weights: dict[str, np.ndarray] | None = None,
+    shards: int = 1,
+    adds_bos: bool = False,
 ) -> Path:
-    """Writes a whole checkpoint, in one file or in shards with an index."""
+    """Writes a whole checkpoint, in one file or in shards with an index; its tokenizer may put BOS before a text."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
     weights = tensors(config) if weights is None else weights
@@ -105,6 +110,8 @@ def write_folder(
             folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
     built = byte_level_tokenizer()
+    if adds_bos:
+        built.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     built.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<pad>"}
     write_json(folder / "tokenizer_config.json", settings)

@@ -46,7 +46,7 @@ def model_folder(folder: Path, *, template: str | None = TEMPLATE) -> Path:
         name: each if "norm" in name else (0.3 * each.astype(np.float32)).astype(each.dtype)
         for name, each in tensors().items()
     }
-    write_folder(folder, weights=weights)
+    write_folder(folder, weights=weights, adds_bos=True)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder

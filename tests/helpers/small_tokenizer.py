@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from levanter.data.incremental_detokenizer import WindowStream
-from levanter.data.tokenizer import TextStream
+from levanter.data.tokenizer import TextFrame, TextStream
 
 WORDS = ("the ", "and ", "日本", "é", "\n\n")
 PAD, BOS, EOS = 0, 1, 2
@@ -20,6 +20,7 @@ class SmallTokenizer:
 
     name = "small"
     pad_id = PAD
+    frame = TextFrame()
 
     def __init__(self, *, bos: bool = True, eos: bool = True):
         self.bos_id = BOS if bos else None

@@ -19,7 +19,8 @@ from levanter.compat.hf.quantized.compressed_tensors import Int8Format, int8_wei
 from levanter.compat.hf.quantized.formats import read_quantization, without_quantization
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import Repository, read_json
-from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer, check_vocabulary, load_from_repository
+from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer, check_vocabulary
+from levanter.compat.hf.tokenizer_files import load_from_repository
 from levanter.models.config_json import FieldFinding
 from levanter.models.registry import LmConfig
 

@@ -114,7 +114,7 @@ class MaskedTemplate:
         excluded, turns = [turn for turn in turns if turn in context], [turn for turn in turns if turn not in context]
         text, marked = self.template.render(messages, variables, origin)
         ids, offsets = self.tokenizer.encode_with_offsets(text)
-        if self.template.marks_generation:
+        if self.template.selected(variables).marks_generation:
             # Turns that do not count may have marked spans too.
             dropped: set[int] = set()
             for turn in excluded:

@@ -1,15 +1,17 @@
 """Chat templates: a conversation → text, and which parts of it the assistant wrote.
 
-A template is Jinja, in the dialect that Hugging Face tokenizers carry: `messages`, `bos_token`, `eos_token` and
-`add_generation_prompt` are in scope, `raise_exception` refuses a conversation, and `{% generation %}` … `{%
-endgeneration %}` encloses what the assistant wrote. Templates run in a sandbox, because they come with downloaded
-files.
+A template is Jinja, in the dialect that Hugging Face tokenizers carry. In scope is what `apply_chat_template` of
+transformers 5 passes: `messages`, the tokenizer's special tokens by name (`bos_token`, …), `tools`, `documents` and
+`add_generation_prompt`. `raise_exception` refuses a conversation, and `{% generation %}` … `{% endgeneration %}`
+encloses what the assistant wrote. Of several templates, the one named `tool_use` writes conversations with tools.
+Templates run in a sandbox, because they come with downloaded files.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +24,7 @@ from levanter.base.input_limits import MIB, read_bounded
 from levanter.data.errors import DataError
 from levanter.data.record_values import NO_TEXT, ParsedArguments
 from levanter.data.template_sandbox import Sandbox, run
+from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 from levanter.io.paths import open_read
 
 # Marks around generated text while a template runs: noncharacters, which no text has.
@@ -51,18 +54,34 @@ class ChatTemplate:
 
     Attributes:
         text: the template.
-        bos_token, eos_token: the values of the variables of these names.
+        tools_text: the template of conversations with tools; None for the same.
+        tokens: special tokens by the names of their variables; a name that is missing is not defined.
         where: its key in the configuration, for messages.
     """
 
     text: str
-    bos_token: str
-    eos_token: str
+    tools_text: str | None = None
+    tokens: Mapping[str, str] = field(default_factory=dict[str, str])
     where: str = "chat_template"
 
     @property
+    def digest(self) -> str:
+        """Hex SHA-256 of the text, or of both texts."""
+        texts = self.text if self.tools_text is None else json.dumps([self.text, self.tools_text])
+        return hashlib.sha256(texts.encode()).hexdigest()
+
+    def selected(self, variables: Mapping[str, Any]) -> "ChatTemplate":
+        """The template for a conversation with these variables, which may be the one for tools."""
+        return self if self.tools_text is None or variables.get("tools") is None else self._for_tools
+
+    @cached_property
+    def _for_tools(self) -> "ChatTemplate":
+        assert self.tools_text is not None
+        return replace(self, text=self.tools_text, tools_text=None)
+
+    @property
     def marks_generation(self) -> bool:
-        """Whether the template marks what the assistant wrote."""
+        """Whether the template, that of conversations without tools, marks what the assistant wrote."""
         return re.search(r"{%-?\s*generation\s*-?%}", self.text) is not None
 
     @cached_property
@@ -78,10 +97,12 @@ class ChatTemplate:
             raise DataError(f"{self.where}: not a Jinja template ({error})") from error
 
     def check(self) -> None:
-        """Raises a `DataError` if the text is not a valid template."""
+        """Raises a `DataError` if a text is not a valid template."""
         if (match := NO_TEXT.search(self.text)) is not None:
             raise DataError(f"{self.where}: has U+{ord(match.group()):04X} at {match.start()}, which no text contains")
         assert self._template is not None
+        if self.tools_text is not None:
+            self._for_tools.check()
 
     def render(
         self, messages: Sequence[Any], variables: Mapping[str, Any], origin: str
@@ -91,18 +112,21 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the messages.
         """
-        defaults = {"bos_token": self.bos_token, "eos_token": self.eos_token, "add_generation_prompt": False}
+        # None where there are none: templates ask `tools is not none` of a variable that is always defined.
+        defaults = {**self.tokens, "tools": None, "documents": None, "add_generation_prompt": False}
         try:
-            template = self._template
+            template = self.selected(variables)._template
+            prepared = [_prepared(message) for message in messages]
             # `messages` last: a record's further arguments must not replace the conversation.
             marked = _render_any(
-                lambda values: run(lambda: template.render(**{**defaults, **variables, "messages": values})), messages
+                lambda values: run(lambda: template.render(**{**defaults, **variables, "messages": values})), prepared
             )
         # A template is foreign code: besides its own refusals it may fail with any of these on a message of unexpected
         # shape.
         except _FAILURES as error:
             where = _error_line(error)
             raise DataError(f"{origin}: the chat template refuses these messages{where} ({error})") from error
+        _require_proportion(marked, messages, variables, origin)
         # Positions are counted in the text without marks.
         pieces = _MARKS.split(marked)
         marks = _MARKS.findall(marked)
@@ -173,6 +197,63 @@ def _with_argument_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**call, "function": inner} if "function" in call else inner
 
     return {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def _prepared(message: object) -> object:
+    """A message as `apply_chat_template` gives it to a template."""
+    if not isinstance(message, Mapping):
+        return message
+    # Parquet and clients write null for a field that is not there; templates would write "None", or fail.
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[key] for key in _REASONING if key in present), None)
+    # Published templates read the reasoning under either of two names.
+    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+_FREE_CHARACTERS = MIB
+_LARGEST_RATIO = 16
+
+
+def _require_proportion(text: str, messages: Sequence[Any], variables: Mapping[str, Any], origin: str) -> None:
+    """Refuses a text that is out of proportion to its conversation, before minutes are spent on its tokens.
+
+    Raises:
+        DataError: the text is longer than 1 Mi characters and 16 times the conversation.
+    """
+    if len(text) <= _FREE_CHARACTERS:
+        return
+    size = len(str(messages)) + len(str(variables))
+    if len(text) > _FREE_CHARACTERS + _LARGEST_RATIO * size:
+        raise DataError(
+            f"{origin}: the chat template writes {len(text):,} characters for a conversation of {size:,}; the limit is "
+            f"{_FREE_CHARACTERS:,} and {_LARGEST_RATIO} times the conversation"
+        )
+
+
+def select_template(tokenizer: Tokenizer, text: str | None, *, where: str = "chat_template") -> ChatTemplate | None:
+    """The template of a run: the configured one, or else the tokenizer's; None if there is none.
+
+    Args:
+        tokenizer: the tokenizer, which has the special tokens and may have templates by name.
+        text: the configured template, or the name of one of the tokenizer's; None for the tokenizer's.
+        where: the key of the configured one, for messages.
+    """
+    files = tokenizer if isinstance(tokenizer, TemplateTokenizer) else None
+    named = {} if files is None else files.chat_templates
+    tokens = {} if files is None else files.named_tokens
+    if text is not None:
+        return ChatTemplate(text=named.get(text, text), tokens=tokens, where=where)
+    if not named:
+        return None
+    names = ", ".join(sorted(named))
+    # A conversation without tools is refused where the files have templates for other purposes only.
+    missing = f"the tokenizer has the chat templates {names}, and none is named default: set chat_template to a name"
+    default = named.get("default", "{{ raise_exception(" + json.dumps(missing) + ") }}")
+    where = f"the chat template of {tokenizer.name}"
+    return ChatTemplate(text=default, tools_text=named.get("tool_use"), tokens=tokens, where=where)
 
 
 def is_template(text: str) -> bool:

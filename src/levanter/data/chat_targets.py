@@ -77,16 +77,13 @@ class AnswerEncoder:
                 f"{origin}: nothing counts in the loss: the assistant has {len(answers)} messages, none of them within "
                 "the template's {% generation %}"
             )
+        marks = self.template.selected(variables).marks_generation
         if not self.allow_unstopped:
             # A template's own spans may be parts of one answer (a thought, then the text), so only the last must end
             # it. Derived spans are whole turns, each of which must.
-            spans = masked.spans[-1:] if self.template.marks_generation else masked.spans
+            spans = masked.spans[-1:] if marks else masked.spans
             for number, span in enumerate(spans, start=1):
-                ways = (
-                    ENCLOSE_HINT
-                    if self.template.marks_generation or number == len(spans)
-                    else f"{REWRITTEN_TURN}; {OPTIONS_HINT}"
-                )
+                ways = ENCLOSE_HINT if marks or number == len(spans) else f"{REWRITTEN_TURN}; {OPTIONS_HINT}"
                 self._check_end(masked, span.first, span.stop, origin, ways)
         return self._weighted(masked, origin)
 

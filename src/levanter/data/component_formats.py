@@ -131,7 +131,7 @@ def _template_problems(template: str | None) -> Iterator[str]:
     # A template that does not parse is reported here, before any text is tokenized. BOS and EOS matter only when it
     # runs.
     try:
-        ChatTemplate(text=template, bos_token="", eos_token="").check()
+        ChatTemplate(text=template).check()
     except DataError as error:
         yield str(error)
 

@@ -98,7 +98,7 @@ class LmDataConfig(Ranged):
         tokenizer: a hub id, a folder or a file; "passthrough" reads token ids and needs `vocab_size`.
         vocab_size: the number of token ids, if the tokenizer does not define it.
         cache_dir: the folder of the token caches.
-        enforce_bos: whether a document begins with BOS, if the tokenizer has one.
+        enforce_bos: whether a document begins with BOS, if the files of the tokenizer name one.
         enforce_eos: whether a document ends with EOS, if the tokenizer has one.
         chat_template: chat template for chat formats without their own.
         block_cross_document_attention: whether a token attends only to its own document.

@@ -5,21 +5,20 @@ that would teach nothing, or something wrong, are refused: unknown roles (a temp
 text, two BOS at the beginning, answers without an end.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from levanter.data.assistant_mask import ASSISTANT
-from levanter.data.chat import ChatTemplate
+from levanter.data.chat import ChatTemplate, select_template
 from levanter.data.chat_targets import NOTHING, AnswerEncoder
 from levanter.data.errors import DataError
 from levanter.data.formats import ChatLmDatasetFormat, PreferenceChatLmDatasetFormat
 from levanter.data.messages import Conversation, checked_messages, template_arguments
 from levanter.data.record_values import record_value
 from levanter.data.store_write import Encoded
-from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
+from levanter.data.tokenizer import Tokenizer
 
 _SHAREGPT_FIELD = "conversations"
 """The key of the messages in records of ShareGPT."""
@@ -31,19 +30,12 @@ def chat_template(format: ChatLmDatasetFormat | PreferenceChatLmDatasetFormat, t
     Raises:
         DataError: there is none.
     """
-    text = format.chat_template
-    where = "chat_template"
-    if text is None:
-        text = tokenizer.chat_template if isinstance(tokenizer, TemplateTokenizer) else None
-        where = f"the chat template of {tokenizer.name}"
-    if text is None:
+    template = select_template(tokenizer, format.chat_template)
+    if template is None:
         raise DataError(
             f"chat_template: is missing, and the tokenizer {tokenizer.name} has none; give one here or as "
             "data.chat_template: Jinja, or the path of a file with it"
         )
-    # Templates write the tokens as text, so the ids are decoded once here.
-    bos, eos = ("" if i is None else tokenizer.decode([i]) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    template = ChatTemplate(text=text, bos_token=bos, eos_token=eos, where=where)
     template.check()
     return template
 
@@ -61,7 +53,7 @@ def format_identity(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> dict[s
         "chat_template_kwargs": format.chat_template_kwargs,
         "roles": dict(format.roles or {}),
         # The template's hash instead of its text: a store of another template has other ids.
-        "chat_template": f"sha256 {hashlib.sha256(template.text.encode()).hexdigest()}",
+        "chat_template": f"sha256 {template.digest}",
         "counted": _rule(format, template),
         "allow_unstopped": format.allow_unstopped,
     }
@@ -84,7 +76,7 @@ def describe_chat(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
     """
     template = chat_template(format, tokenizer)
     source = "its own chat template" if format.chat_template is not None else "the tokenizer's chat template"
-    digest = hashlib.sha256(template.text.encode()).hexdigest()
+    digest = template.digest
     if not format.mask_user_turns:
         rule = "every token counts"
     elif template.marks_generation:
@@ -93,7 +85,11 @@ def describe_chat(format: ChatLmDatasetFormat, tokenizer: Tokenizer) -> str:
         rule = "the assistant's tokens count, derived (the template does not mark them)"
     which = {"all": "", "last": "; of the last turn only", "split": "; each answer a conversation of its own"}
     # A template with the current date gives other ids tomorrow, which the user should know before a store is built.
-    dated = "; it may write the date of the day on which it is rendered" if "strftime_now" in template.text else ""
+    dated = (
+        "; it may write the date of the day on which it is rendered"
+        if "strftime_now" in f"{template.text}{template.tools_text}"
+        else ""
+    )
     return f"{source} (sha256 {digest[:12]}…{dated}); {rule}{which[format.turns]}"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from levanter.data.errors import DataError
 from levanter.data.incremental_detokenizer import WindowStream
-from levanter.data.tokenizer import TextStream
+from levanter.data.tokenizer import TextFrame, TextStream
 
 _NUMBER = re.compile(r"\S+")
 
@@ -28,6 +28,7 @@ class PassthroughTokenizer:
     bos_id: int | None = None
     eos_id: int | None = None
     pad_id: int | None = None
+    frame = TextFrame()
 
     def __init__(self, vocab_size: int):
         if vocab_size < 1:

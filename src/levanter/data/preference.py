@@ -13,7 +13,6 @@ whole conversations ends with a message: if two answers begin with the same word
 the difference of the log-probabilities.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from levanter.data.assistant_mask import ASSISTANT
-from levanter.data.chat import ChatTemplate
+from levanter.data.chat import ChatTemplate, select_template
 from levanter.data.chat_targets import AnswerEncoder
 from levanter.data.conversations import chat_template
 from levanter.data.errors import DataError
@@ -30,7 +29,7 @@ from levanter.data.formats import PreferenceChatLmDatasetFormat
 from levanter.data.messages import Conversation, checked_messages, template_arguments
 from levanter.data.record_values import invalid_character, record_value
 from levanter.data.store_write import Encoded
-from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
+from levanter.data.tokenizer import Tokenizer
 
 Shape = Literal["conversations", "prompt and messages", "prompt and texts", "texts"]
 PROMPT = "prompt"
@@ -233,8 +232,7 @@ class PairDocuments:
 
 def pair_template(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template of a set; None if neither the set nor the tokenizer has one, which suffices for plain texts."""
-    tokenizer_template = tokenizer.chat_template if isinstance(tokenizer, TemplateTokenizer) else None
-    return None if format.chat_template is None and tokenizer_template is None else chat_template(format, tokenizer)
+    return None if select_template(tokenizer, format.chat_template) is None else chat_template(format, tokenizer)
 
 
 def pair_identity(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -245,7 +243,7 @@ def pair_identity(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) -
         "rejected_field": format.rejected_field,
         "system_prompt": format.system_prompt,
         "chat_template_kwargs": format.chat_template_kwargs,
-        "chat_template": template and f"sha256 {hashlib.sha256(template.text.encode()).hexdigest()}",
+        "chat_template": template and f"sha256 {template.digest}",
         "counted": _rule(format, template),
     }
 
@@ -266,7 +264,7 @@ def describe_pairs(format: PreferenceChatLmDatasetFormat, tokenizer: Tokenizer) 
     if template is None:
         return f"the tokenizer has no chat template, so records are plain texts; counted: {counts}"
     source = "its own chat template" if format.chat_template is not None else "the tokenizer's chat template"
-    digest = hashlib.sha256(template.text.encode()).hexdigest()
+    digest = template.digest
     return f"{source} (sha256 {digest[:12]}…); counted: {counts}"
 
 

@@ -35,7 +35,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         # The whitespace settings and the two globals below are those of transformers, for which templates are written.
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         # Jinja's own `tojson` escapes HTML characters, which would change the text that the model reads.
-        self.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        self.filters["tojson"] = _to_json
         self.filters = {name: _bounded(name, function) for name, function in self.filters.items()}
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
@@ -119,6 +119,24 @@ def run(render: Callable[[], str]) -> str:
         raise SecurityError("it recurses endlessly") from None
     except (OverflowError, MemoryError) as error:
         raise SecurityError(f"it produces something too large ({error})") from None
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """A value as JSON: the filter `tojson`, with the parameters that transformers gives it."""
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    pieces, size = [], 0
+    # In pieces: a value that refers to one list many times, or a long separator, may be far larger as text.
+    for piece in encoder.iterencode(value):
+        size += len(piece)
+        _require(size, "a value has, as JSON,")
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def _refuse(message: str) -> None:

@@ -1,14 +1,52 @@
 """The `Tokenizer` protocol of evaluation, training and memorization.
 
 Evaluation and memorization see only this protocol; `compat/hf` implements it and the commands pass it in. Ids come
-without special tokens: whether a document begins with BOS or ends with EOS is decided by the data configuration, in one
-place.
+without special tokens. Training, evaluation and memorization add BOS and EOS by their configuration
+(`data.enforce_bos`, `data.enforce_eos`, `bos`); generation, serving and the harness add what the tokenizer's files put
+around a text (`Tokenizer.frame`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class TextFrame:
+    """The special tokens that a tokenizer's files put around a text.
+
+    Attributes:
+        prefix: the ids before a text.
+        suffix: the ids after it.
+    """
+
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+
+    def around(self, ids: Iterable[int]) -> list[int]:
+        """The ids of a text with its special tokens."""
+        return [*self.prefix, *ids, *self.suffix]
+
+    def with_bos(self, bos: int | None, *, enforce: bool | None) -> "TextFrame":
+        """The same with or without BOS at its beginning.
+
+        Args:
+            bos: the id of BOS; None if the tokenizer has none.
+            enforce: whether a text begins with BOS; None for what the files decide.
+
+        Raises:
+            ValueError: BOS is required, and the tokenizer has none.
+        """
+        begins = bos is not None and self.prefix[:1] == (bos,)
+        if enforce is None or enforce == begins:
+            return self
+        if not enforce:
+            return TextFrame(self.prefix[1:], self.suffix)
+        if bos is None:
+            raise ValueError("enforce_bos: true, and the files of the tokenizer name no BOS token (bos_token)")
+        return TextFrame((bos, *self.prefix), self.suffix)
 
 
 class TextStream(Protocol):
@@ -55,6 +93,11 @@ class Tokenizer(Protocol):
         """The id of padding; None where the tokenizer has none."""
         ...
 
+    @property
+    def frame(self) -> TextFrame:
+        """The special tokens that the tokenizer's files put around a text."""
+        ...
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The int32 ids of each text, without special tokens."""
         ...
@@ -91,6 +134,30 @@ class TemplateTokenizer(Tokenizer, Protocol):
         ...
 
     @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """All chat templates by name; a single one is `default`."""
+        ...
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """Special tokens by name (`bos_token`, …), for chat templates."""
+        ...
+
+    @property
     def added_ids(self) -> frozenset[int]:
         """The ids that were added to the vocabulary, most of which do not occur in ordinary text."""
         ...
+
+
+def bos_note(tokenizer: Tokenizer, *, enforce: bool, what: str, key: str) -> str | None:
+    """A line for a run whose texts begin with a BOS that the tokenizer's own files do not put there.
+
+    Args:
+        tokenizer: the tokenizer of the run.
+        enforce: whether the run's texts begin with BOS, if the tokenizer has one.
+        what: one of the run's texts, in words.
+        key: the key that decides.
+    """
+    if not enforce or tokenizer.bos_id is None or tokenizer.bos_id in tokenizer.frame.prefix:
+        return None
+    return f"BOS before each {what} (`{key}`), which this tokenizer does not write by itself"

@@ -30,7 +30,7 @@ from levanter.data.rows import ConcatenatedRows, Overlength, Rows, TrainRows, pa
 from levanter.data.shuffle import Identity, Permutation, permutation, subkey
 from levanter.data.store import Tokens, open_store
 from levanter.data.store_build import BuildProgress, Encoder, build_store, tokenize_in_memory
-from levanter.data.tokenizer import Tokenizer
+from levanter.data.tokenizer import Tokenizer, bos_note
 from levanter.data.train_dataset import BatchSchedule, SetRows, TrainingData
 from levanter.data.train_sets import TrainingSet, TrainingSets, resolve_training
 
@@ -282,12 +282,21 @@ def _identities(
     return identities, problems
 
 
+ENFORCED_FORMATS = (TextLmDatasetFormat, SupervisedLmDatasetFormat, PreferenceChatLmDatasetFormat)
+"""The formats to which `enforce_bos` and `enforce_eos` apply: chat templates write BOS and EOS themselves, and prebuilt
+ids contain them. Preferences may be plain texts."""
+
+
+def bos_notes(config: LmDataConfig, sets: Sequence[TrainingSet], tokenizer: Tokenizer) -> list[str]:
+    """A line if documents of these sets begin with a BOS that the tokenizer's files do not put there."""
+    enforce = config.enforce_bos and any(isinstance(dataset.format, ENFORCED_FORMATS) for dataset in sets)
+    note = bos_note(tokenizer, enforce=enforce, what="document", key="data.enforce_bos")
+    return [] if note is None else [note]
+
+
 def store_identity(config: LmDataConfig, dataset: TrainingSet, tokenizer: Tokenizer) -> StoreIdentity:
     """The identity of a set's token store by the configuration."""
-    # Chat templates write BOS and EOS themselves, and prebuilt ids contain them. Preferences may be plain texts.
-    adds_bos_eos = isinstance(
-        dataset.format, TextLmDatasetFormat | SupervisedLmDatasetFormat | PreferenceChatLmDatasetFormat
-    )
+    adds_bos_eos = isinstance(dataset.format, ENFORCED_FORMATS)
     return StoreIdentity(
         tokenizer=tokenizer.hash,
         tokenizer_name=tokenizer.name,

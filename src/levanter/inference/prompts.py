@@ -19,7 +19,7 @@ from levanter.base.bounded_json import lone_surrogate
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config.errors import did_you_mean
 from levanter.data import Tokenizer
-from levanter.data.chat import ChatTemplate
+from levanter.data.chat import ChatTemplate, select_template
 from levanter.inference.constraint import Constraints
 from levanter.inference.requests import ConstraintKind, ConstraintSpec, Request, SamplingParams, merge_stop_ids
 from levanter.inference.scheduler import Schedule
@@ -140,7 +140,7 @@ def engine_request(
 
     Args:
         prompt: the request.
-        encode: tokenizes a text, with BOS if texts begin with it.
+        encode: tokenizes a text, with its special tokens.
         chat: tokenizes a conversation; the template writes its beginning. None for a model without a template.
         vocab_size: number of ids of the model.
         model_ends: ids of the model that end a text.
@@ -156,7 +156,7 @@ def engine_request(
             raise ValueError("messages: this model has no chat template; write the text as `prompt`")
         tokens = tuple(int(i) for i in chat(prompt.messages))
     elif isinstance(prompt.prompt, str):
-        tokens = tuple(int(i) for i in encode(prompt.prompt)) if prompt.prompt else ()
+        tokens = tuple(int(i) for i in encode(prompt.prompt))
     else:
         tokens = prompt.prompt
     if not tokens:
@@ -220,7 +220,7 @@ class PromptRules:
         seed: seed of the run; a request without a seed gets one that is derived from this and its id.
         sampling: default sampling parameters.
         chat_template: a chat template; None for the tokenizer's own.
-        enforce_bos: whether a prompt that is a text begins with BOS, if the tokenizer has one.
+        enforce_bos: whether a prompt that is a text begins with BOS; None for what the tokenizer's files decide.
         prompt_logprobs: whether there are Programs that score prompts.
         penalties: whether rows count their tokens, which penalties need.
     """
@@ -229,7 +229,7 @@ class PromptRules:
     seed: int = 0
     sampling: SamplingParams = field(default_factory=SamplingParams)
     chat_template: str | None = None
-    enforce_bos: bool = True
+    enforce_bos: bool | None = None
     prompt_logprobs: bool = False
     penalties: bool = True
 
@@ -246,6 +246,7 @@ class PromptReader:
     def __init__(self, tokenizer: Tokenizer, schedule: Schedule, rules: PromptRules):
         self.tokenizer, self.schedule, self.rules = tokenizer, schedule, rules
         files = tokenizer if isinstance(tokenizer, FastTokenizer) else None
+        self.frame = tokenizer.frame.with_bos(tokenizer.bos_id, enforce=rules.enforce_bos)
         self.ends = end_of_text_ids(tokenizer)
         self._special = {} if files is None else files.special_tokens
         self.constraints = None
@@ -260,15 +261,7 @@ class PromptReader:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template; None if the model has none."""
-        text = self.rules.chat_template
-        files = self.tokenizer if isinstance(self.tokenizer, FastTokenizer) else None
-        text = text if text is not None else None if files is None else files.chat_template
-        if text is None:
-            return None
-        # Templates insert these tokens as text.
-        ids = (self.tokenizer.bos_id, self.tokenizer.eos_id)
-        bos, eos = ("" if i is None or files is None else files.token(i) or "" for i in ids)
-        return ChatTemplate(text=text, bos_token=bos, eos_token=eos)
+        return select_template(self.tokenizer, self.rules.chat_template)
 
     def request(self, prompt: PromptRequest, *, shorten: bool = False) -> Request:
         """Makes an engine request.
@@ -282,7 +275,7 @@ class PromptReader:
         """
         request = engine_request(
             prompt,
-            encode=self.encode_with_bos if self.rules.enforce_bos else self.encode,
+            encode=self.encode_with_special_tokens,
             chat=None if self.template is None else lambda messages: self.conversation(messages, prompt.template),
             vocab_size=self.rules.vocab_size,
             model_ends=self.ends,
@@ -329,10 +322,9 @@ class PromptReader:
             raise ValueError(f"character {at} is half of a surrogate pair, or was not UTF-8: not valid Unicode text")
         return self.tokenizer.encode_batch([text])[0].tolist()
 
-    def encode_with_bos(self, text: str) -> list[int]:
-        """The ids of a text, after BOS if the tokenizer has one."""
-        begin = self.tokenizer.bos_id
-        return [*(() if begin is None else (begin,)), *self.encode(text)]
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """The ids of a text with the special tokens of the tokenizer's files; `enforce_bos` decides about BOS."""
+        return self.frame.around(self.encode(text))
 
     def conversation(
         self, messages: Sequence[Mapping[str, object]], more: Mapping[str, object] | None = None

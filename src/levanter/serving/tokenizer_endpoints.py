@@ -28,9 +28,8 @@ def tokenize_body(raw: bytes, service: Service, texts: TokenStrings) -> Mapping[
         if (body.prompt is None) == (body.messages is None):
             raise ProtocolError(["prompt: expected one of `prompt` and `messages`"])
         if body.prompt is not None:
-            # Without `enforce_bos` prompts have no BOS, and a count with it would be one too many.
-            begins = body.add_special_tokens and reader.rules.enforce_bos
-            ids = reader.encode_with_bos(body.prompt) if begins else reader.encode(body.prompt)
+            # The special tokens of a completion's prompt, so that its length is the one that is counted here.
+            ids = (reader.encode_with_special_tokens if body.add_special_tokens else reader.encode)(body.prompt)
         else:
             more = dict(template_variables(body.chat_template_kwargs, fields.get("tools")))
             # A reserved variable, set here from the field of this route.
@@ -121,7 +120,7 @@ async def tokenizer_info(request: Request) -> Response:
             "tokenizer_class": type(reader.tokenizer).__name__,
             "vocab_size": reader.tokenizer.vocab_size,
             "model_max_length": service.context,
-            "add_bos_token": reader.rules.enforce_bos and reader.tokenizer.bos_id is not None,
+            "add_bos_token": reader.tokenizer.bos_id is not None and reader.tokenizer.bos_id in reader.frame.prefix[:1],
             "bos_token": text(reader.tokenizer.bos_id),
             "eos_token": text(reader.tokenizer.eos_id),
             "pad_token": text(reader.tokenizer.pad_id),

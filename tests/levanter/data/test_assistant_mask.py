@@ -134,7 +134,7 @@ def tokenizer(request) -> FastTokenizer:
 
 def masked(tokenizer, template, messages, *, last=False):
     bos, eos = (tokenizer.token(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    chat = ChatTemplate(text=template, bos_token=bos, eos_token=eos)
+    chat = ChatTemplate(text=template, tokens={"bos_token": bos, "eos_token": eos})
     since = max(n for n, message in enumerate(messages) if message["role"] == "assistant") if last else 0
     return MaskedTemplate(template=chat, tokenizer=tokenizer).assistant(messages, {}, "here", since=since)
 

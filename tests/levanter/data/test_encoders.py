@@ -163,12 +163,12 @@ def test_templates_that_cannot_be_used(tmp_path):
 
 
 def test_templates_run_in_a_sandbox():
-    template = ChatTemplate(text="{{ messages.__class__.__mro__ }}", bos_token="", eos_token="")
+    template = ChatTemplate(text="{{ messages.__class__.__mro__ }}", tokens={"bos_token": "", "eos_token": ""})
     with pytest.raises(DataError, match="refuses"):
         template.render([], {}, "here")
-    assert ChatTemplate(text="{{ bos_token }}x{{ eos_token }}", bos_token="<s>", eos_token="</s>").render(
-        [], {}, "here"
-    ) == ("<s>x</s>", [])
+    assert ChatTemplate(
+        text="{{ bos_token }}x{{ eos_token }}", tokens={"bos_token": "<s>", "eos_token": "</s>"}
+    ).render([], {}, "here") == ("<s>x</s>", [])
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from levanter.data import (
     has_chats,
     resolve_evaluation,
 )
+from levanter.data.tokenizer import bos_note
 from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.perplexity import EvalResult, RowScores, fetch_scores, summarize
 from levanter.eval.report import format_result, result_json
@@ -136,6 +137,11 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
         positions=config.max_eval_length,
     )
     trained_length = pretrained.config.max_seq_len
+    if pretrained.local_tokenizer is not None:
+        note = bos_note(
+            pretrained.local_tokenizer, enforce=config.data.enforce_bos, what="document", key="data.enforce_bos"
+        )
+        checks += [] if note is None else [Check(name="data", status="note", message=note)]
     # The default may exceed the model's context, which is known only now. Described again with the shorter length,
     # marked as written so that this happens once.
     if "max_eval_length" not in written and config.max_eval_length > trained_length:

@@ -20,7 +20,7 @@ class GenerateConfig(LoadedModelKeys):
         inference: decode slots and the KV cache.
         sampling: default sampling parameters for lines that do not set them.
         chat_template: chat template used instead of the tokenizer's own: Jinja text, or a file that contains it.
-        enforce_bos: whether a text prompt begins with BOS, if the tokenizer has one.
+        enforce_bos: whether a text prompt begins with BOS; null for what the tokenizer's files decide.
         interactive: reads prompts from the terminal and prints the answers, instead of reading and writing files.
         input_path: prompts, one JSON object a line: `{"id": …, "prompt": "text" or [ids], …parameters}`, or `messages`
             instead of `prompt`.
@@ -34,7 +34,7 @@ class GenerateConfig(LoadedModelKeys):
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     chat_template: str | None = None
-    enforce_bos: bool = True
+    enforce_bos: bool | None = None
     interactive: bool = False
     input_path: PathText | None = None
     output_path: PathText | None = None

@@ -226,7 +226,7 @@ def identity(work: GenerateWork, reader: PromptReader) -> Mapping[str, Json]:
         "architecture": str(plain(work.pretrained.config)),
         "tokenizer": work.pretrained.tokenizer.hash,
         "ends": list(reader.ends),
-        "chat_template": None if reader.template is None else sha256(reader.template.text.encode()).hexdigest(),
+        "chat_template": None if reader.template is None else reader.template.digest,
         "enforce_bos": config.enforce_bos,
         "sampling": str(plain(config.sampling)),
         "seed": config.trainer.seed,

@@ -11,7 +11,8 @@ from levanter.commands.model.pretrained import ModelChoice, PretrainedModel, des
 from levanter.commands.model.source import ModelBlock
 from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.config import ExplicitKeys
-from levanter.data.chat import is_template
+from levanter.data.chat import ChatTemplate, is_template, template_text
+from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 from levanter.inference.capacity import DecodeCost
 from levanter.inference.config import CHUNK, InferenceConfig
 from levanter.inference.programs import GenerationPrograms
@@ -78,7 +79,9 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
     # The kernel check is about attention within whole sequences; attention to a cache has a line of the engine's own.
     checks = [check for check in pretrained.checks if check.name != "kernels"]
     checks += [*unsupported_option_checks(config, written), *generation.checks]
-    checks += [*template_checks(config.chat_template), *_file_checks(config)]
+    tokenizer = pretrained.local_tokenizer
+    checks += [*template_checks(config.chat_template, tokenizer), *_bos_checks(config, tokenizer)]
+    checks += _file_checks(config)
     return pretrained.run_plan(
         NAME,
         target,
@@ -161,8 +164,27 @@ def _same_file(one: str, other: str) -> bool:
     return os.path.realpath(local_path(one)) == os.path.realpath(local_path(other))
 
 
-def template_checks(template: str | None) -> Iterator[Check]:
-    """An `unchecked` check if the template's file does not exist here."""
+def template_checks(template: str | None, tokenizer: Tokenizer | None = None) -> Iterator[Check]:
+    """An error for a chat template that is not Jinja; `unchecked` if its file does not exist here."""
+    # It may be the name of one of the tokenizer's templates.
+    if isinstance(tokenizer, TemplateTokenizer) and template in tokenizer.chat_templates:
+        return
     if template is not None and not is_template(template) and not exists(template):
         error = ValueError(f"chat_template: {template}: no such file, and no Jinja either")
         yield Check(name="chat_template", status="unchecked", message=str(error), error=error)
+        return
+    try:
+        # Compiled here, because otherwise only the first request with messages would report the error.
+        if (text := template_text(template)) is not None:
+            ChatTemplate(text=text).check()
+    except ValueError as problem:
+        yield Check(name="chat_template", status="error", message=str(problem), error=problem)
+
+
+def _bos_checks(config: GenerateConfig, tokenizer: Tokenizer | None) -> Iterator[Check]:
+    """An error if prompts are to begin with a BOS that the tokenizer does not have."""
+    try:
+        if tokenizer is not None:
+            tokenizer.frame.with_bos(tokenizer.bos_id, enforce=config.enforce_bos)
+    except ValueError as error:
+        yield Check(name="prompts", status="error", message=str(error), error=error)

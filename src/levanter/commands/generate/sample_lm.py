@@ -108,13 +108,11 @@ def _notes(config: SampleLmConfig, written: ExplicitKeys, served: DecodeCost) ->
 def _requests(config: SampleLmConfig, pretrained: PretrainedModel) -> Iterator[Request]:
     """The prompts of the first round."""
     tokenizer = pretrained.tokenizer
-    # Every prompt begins with BOS if the tokenizer has one.
-    begin = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
     ends = end_of_text_ids(tokenizer)
     for n, ids in enumerate(tokenizer.encode_batch(config.texts)):
         yield Request(
             id=str(n),
-            tokens=(*begin, *ids.tolist()),
+            tokens=tuple(tokenizer.frame.around(ids.tolist())),
             params=config.sampling,
             seed=config.seed,
             stop_ids=merge_stop_ids(config.sampling, ends),

@@ -96,6 +96,7 @@ def _job(config: EvalCarelessLmConfig, book: Book, text: BookText | None) -> Boo
         scheme=convention.scheme,
         positions=windowing.window_tokens,
         suffix_tokens=windowing.suffix_tokens,
+        bos=windowing.bos,
         batch_size=book.batch_size,
         windows=windows,
         windows_reason=reason,

@@ -113,6 +113,7 @@ def _job(
         scheme=FULL if config.scheme is None else Scheme.parse(config.scheme),
         positions=positions,
         suffix_tokens=positions // 2 if examples is None else examples.suffix_tokens,
+        bos=config.bos,
         # Rows of different lengths are padded; then each row has its own suffix.
         padded=examples is not None and examples.padded,
         batch_size=config.eval_batch_size,

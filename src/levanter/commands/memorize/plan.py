@@ -17,6 +17,7 @@ from levanter.compat.hf.errors import CheckpointError
 from levanter.compat.open import open_checkpoint
 from levanter.config import ExplicitKeys
 from levanter.data import Tokenizer
+from levanter.data.tokenizer import bos_note
 from levanter.memorization.results import Scheme, Scores
 from levanter.memorization.runner import BatchShape, WindowSource, sampling_laws, score_program
 from levanter.models.registry import LmConfig, family_for_config
@@ -52,6 +53,7 @@ class BookJob:
         folder: of its results.
         preset, scheme: its convention, and the decoding scheme that is reported first.
         positions, suffix_tokens, padded: of its windows.
+        bos: whether every window begins with BOS.
         batch_size: windows of a batch as configured; None if left open.
         windows: number of windows, possibly estimated; None if unknown.
         windows_reason: the source of that number.
@@ -70,6 +72,7 @@ class BookJob:
     positions: int
     suffix_tokens: int
     padded: bool = False
+    bos: bool = False
     batch_size: int | None
     windows: int | None
     windows_reason: str
@@ -139,6 +142,10 @@ def describe_jobs(
     # The stored scores give full, greedy and k40; other schemes need a normalizer of their own from the Program.
     laws = sampling_laws(schemes)
     all_checks = [*checks, *model_checks, *pretrained.checks, *unsupported_option_checks(config, written)]
+    if pretrained.local_tokenizer is not None:
+        enforce = any(job.bos for job in jobs)
+        note = bos_note(pretrained.local_tokenizer, enforce=enforce, what="window", key="bos")
+        all_checks += [] if note is None else [Check(name="windows", status="note", message=note)]
     shaped: list[tuple[BookJob, BatchShape, str]] = []
     names: dict[BatchShape, str] = {}
     for job in jobs:

@@ -5,7 +5,7 @@ from typing import Literal
 from levanter.commands.model.scoring_common import context_length_checks
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.data import Tokenizer
-from levanter.data.chat import ChatTemplate
+from levanter.data.chat import ChatTemplate, select_template
 from levanter.eval.harness.batch_shapes import RowLimits
 from levanter.eval.harness.encoding import HarnessError, QueryEncoder
 from levanter.eval.harness.packing import RowShape
@@ -19,10 +19,14 @@ def query_encoder(tokenizer: Tokenizer | None, length: int) -> tuple[QueryEncode
     if tokenizer is None:
         return None, []
     # Not a setting of the harness: the tokenizer's files decide about BOS.
-    adds = isinstance(tokenizer, FastTokenizer) and tokenizer.adds_bos
-    prefix = "BOS is prepended to a text" if adds else "nothing is prepended to a text"
-    check = Check(name="encoding", status="ok", message=f"{prefix}, as configured in the tokenizer's files")
-    return QueryEncoder(tokenizer, adds, length), [check]
+    frame = tokenizer.frame
+    around = [
+        f"{', '.join(repr(tokenizer.decode([i])) for i in ids)} {place} a text"
+        for ids, place in ((frame.prefix, "before"), (frame.suffix, "after"))
+        if ids
+    ]
+    message = f"{' and '.join(around) or 'nothing around a text'}, as configured in the tokenizer's files"
+    return QueryEncoder(tokenizer, frame, length), [Check(name="encoding", status="ok", message=message)]
 
 
 def conversation_template(tokenizer: object, *, required: bool) -> tuple[ChatTemplate | None, list[Check]]:
@@ -32,7 +36,8 @@ def conversation_template(tokenizer: object, *, required: bool) -> tuple[ChatTem
         tokenizer: the model's tokenizer; None if it is unavailable.
         required: whether prompts use a chat template.
     """
-    if not isinstance(tokenizer, FastTokenizer) or tokenizer.chat_template is None:
+    template = select_template(tokenizer, None) if isinstance(tokenizer, FastTokenizer) else None
+    if template is None:
         # A tokenizer that is unavailable here may have a template.
         if not required or tokenizer is None:
             return None, []
@@ -41,9 +46,7 @@ def conversation_template(tokenizer: object, *, required: bool) -> tuple[ChatTem
             "  → remove the key, or set a tokenizer that has one (tokenizer: …)"
         )
         return None, [Check(name="chat template", status="error", message=str(error), error=error)]
-    # Templates refer to these tokens by text.
-    bos, eos = ("" if i is None else tokenizer.token(i) or "" for i in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatTemplate(text=tokenizer.chat_template, bos_token=bos, eos_token=eos, where="eval_harness"), []
+    return template, []
 
 
 def context_length(max_length: int | None, model: LmConfig, most: int) -> tuple[int, list[Check]]:

@@ -38,7 +38,7 @@ class ServeConfig(LoadedModelKeys):
         inference: decode slots and the KV cache.
         sampling: default sampling parameters for requests that do not set them.
         chat_template: chat template used instead of the tokenizer's own: Jinja text, or a file that contains it.
-        enforce_bos: whether a text prompt begins with BOS, if the tokenizer has one.
+        enforce_bos: whether a text prompt begins with BOS; null for what the tokenizer's files decide.
         host: the address to listen on; an address that other machines can reach needs `api_key` or `insecure`.
         port: the port to listen on; 0 for any free port.
         api_key: the key that requests must carry: a file that contains it, or `env:NAME` for an environment variable;
@@ -55,7 +55,7 @@ class ServeConfig(LoadedModelKeys):
     inference: ServerInferenceConfig = field(default_factory=ServerInferenceConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     chat_template: str | None = None
-    enforce_bos: bool = True
+    enforce_bos: bool | None = None
     host: str = "127.0.0.1"
     port: Port = 8000
     api_key: PathText | None = None

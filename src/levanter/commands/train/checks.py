@@ -28,6 +28,7 @@ from levanter.data import (
     template_lines,
 )
 from levanter.data.documents import Formats
+from levanter.data.train_builder import bos_notes
 from levanter.models.registry import LmConfig
 from levanter.optim import OptimizerConfig
 from levanter.optim.groups import describe_groups
@@ -68,8 +69,10 @@ def data_checks(
     # A store that does not match may have been built with another template, so templates are shown only for matching
     # ones.
     templates = [] if tokenizer is None or problems else template_lines(training.sets, tokenizer)
+    notes = [] if tokenizer is None else bos_notes(config, training.sets, tokenizer)
     return [
         *(Check(name="data", status="ok", message=line) for line in (*training.describe(), *templates)),
+        *(Check(name="data", status="note", message=note) for note in notes),
         *(Check(name="data", status="error", message=problem, error=DataError(problem)) for problem in problems),
     ]
 

@@ -12,7 +12,7 @@ names as in llama.cpp's `src/llama-vocab.cpp`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +136,9 @@ def tokenizer(file: GgufFile) -> FastTokenizer:
         raise CheckpointError(file.path, str(error)) from error
     _add(built, tokens, types, byte_level=kind == "gpt2")
     definition = json.loads(built.to_str())
+    bos = file.get("tokenizer.ggml.bos_token_id")
+    if _adds_bos(file, kind) and isinstance(bos, int) and 0 <= bos < len(tokens):
+        definition["post_processor"] = _bos_before_text(tokens[bos], bos)
     roles = {f"{role}_id": file.get(f"tokenizer.ggml.{key}_token_id") for role, key in _ROLES.items()}
     template = file.get("tokenizer.chat_template")
     ends = [file.get(f"tokenizer.ggml.{key}_token_id") for key in _ENDS]
@@ -145,7 +148,6 @@ def tokenizer(file: GgufFile) -> FastTokenizer:
         **roles,
         chat_template=template if isinstance(template, str) else None,
         end_ids=[i for i in ends if isinstance(i, int)],
-        adds_bos=_adds_bos(file, kind),
     )
 
 
@@ -153,6 +155,20 @@ def _adds_bos(file: GgufFile, kind: str) -> bool:
     """Whether BOS is put before a text; without the key, llama.cpp does so for SentencePiece only."""
     add_bos = file.get("tokenizer.ggml.add_bos_token")
     return add_bos if isinstance(add_bos, bool) else kind == "llama"
+
+
+def _bos_before_text(token: str, i: int) -> Mapping[str, Any]:
+    """The post-processor of a tokenizer.json that puts one token before a text."""
+    bos: Mapping[str, Any] = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
+    special = {token: {"id": token, "ids": [i], "tokens": [token]}}
+    # Pairs of texts are not used here, but the library requires their rule.
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, first],
+        "pair": [bos, first, second],
+        "special_tokens": special,
+    }
 
 
 _ENDS = ("eot", "eom")

@@ -1,152 +1,29 @@
 """`FastTokenizer`: a `tokenizer.json` behind the `Tokenizer` protocol, based on the `tokenizers` library.
 
 The definition alone determines the result: it is loaded without transformers, and its truncation, padding and
-post-processing are removed (`levanter.data` adds special tokens, and byte-level post-processing would trim spaces off
-the spans). Its SHA-256 is the tokenizer's identity in caches and results.
-
-Bits per byte needs the UTF-8 bytes of each token. Decoding tokens one at a time does not give them: a token may hold
-part of a character (decoded alone, it becomes U+FFFD), and decoders treat the first token of a text differently. So the
-bytes are computed from the vocabulary's spelling. *Byte-level* vocabularies (GPT-2) spell every byte as one character
-of a fixed alphabet of 256. *Metaspace* vocabularies (SentencePiece) spell a space as `▁`, and a byte without a token as
-`<0x0A>`.
+post-processing are removed (byte-level post-processing would trim spaces off the spans). Its SHA-256 is the tokenizer's
+identity in caches and results. The special tokens that the post-processor puts around a text are `frame`, which
+generation and serving apply; training and evaluation add BOS and EOS by their own keys (`levanter.data`).
 """
 
 import hashlib
 import json
-import re
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 
-from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, MissingCheckpointFileError
-from levanter.compat.hf.repository import Repository, read_json
+from levanter.compat.hf.errors import ConfigMismatchError, CorruptFileError
+from levanter.compat.hf.token_bytes import byte_lengths, byte_reader, count_ids
 from levanter.data.incremental_detokenizer import WindowStream
-from levanter.data.tokenizer import TextStream, Tokenizer
+from levanter.data.tokenizer import TextFrame, TextStream, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_BYTE = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
-
-
-def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: character → byte.
-
-    Printable Latin-1 characters stand for themselves; the other bytes, in order, for the characters from U+0100 on.
-    Source: `bytes_to_unicode` of the GPT-2 release (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
-    """
-    # Every byte needs a visible character, since the merges file separates tokens by spaces.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    other = [byte for byte in range(256) if byte not in printable]
-    pairs = [(chr(byte), byte) for byte in printable]
-    pairs += [(chr(256 + n), byte) for n, byte in enumerate(other)]
-    # The same pairs as in GPT-2's release: a different order would permute the bytes of all non-ASCII tokens.
-    return dict(pairs)
-
-
-def vocabulary(definition: Mapping[str, Any]) -> dict[str, int]:
-    """Token → id of a tokenizer.json's model, without added tokens."""
-    vocab = definition["model"].get("vocab", {})
-    if isinstance(vocab, list):  # Unigram: [[token, score], …]
-        return {token: n for n, (token, _) in enumerate(vocab)}
-    return dict(vocab)
-
-
-def count_ids(definition: Mapping[str, Any]) -> int:
-    """One more than the largest id, added tokens included."""
-    ids = [*vocabulary(definition).values(), *(token["id"] for token in definition.get("added_tokens") or ())]
-    return max(ids, default=-1) + 1
-
-
-def byte_lengths(definition: Mapping[str, Any]) -> np.ndarray:
-    """UTF-8 bytes of each id, int32; 0 for special tokens and for ids without a token.
-
-    Args:
-        definition: a parsed tokenizer.json.
-
-    Raises:
-        ValueError: the tokenizer spells its tokens in an unknown way.
-    """
-    lengths = np.zeros(count_ids(definition), np.int32)
-    read = byte_reader(definition)
-    for token, i in vocabulary(definition).items():
-        lengths[i] = len(read(token))
-    for added in definition.get("added_tokens") or ():
-        # Special tokens stand for no text, so they add no bytes to bits per byte.
-        lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
-    return lengths
-
-
-def _components(definition: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
-    """The parts of a component, sequences flattened."""
-    inner = {"decoder": "decoders", "pre_tokenizer": "pretokenizers", "normalizer": "normalizers"}[name]
-
-    def walk(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-        if part is None:
-            return
-        if part["type"] == "Sequence":
-            for child in part[inner]:
-                yield from walk(child)
-        else:
-            yield part
-
-    yield from walk(definition.get(name))
-
-
-def byte_reader(definition: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """The function from a token, as the vocabulary spells it, to the bytes that it stands for.
-
-    Args:
-        definition: a parsed tokenizer.json.
-
-    Raises:
-        ValueError: the tokenizer spells its tokens in an unknown way.
-    """
-    decoders = list(_components(definition, "decoder"))
-    kinds = {part["type"] for part in decoders}
-    splits = {part["type"] for part in _components(definition, "pre_tokenizer")}
-    # Some definitions have a byte-level pre-tokenizer and no decoder at all.
-    if "ByteLevel" in kinds or (not kinds and "ByteLevel" in splits):
-        alphabet = byte_alphabet()
-
-        def of_bytes(token: str) -> bytes:
-            # A token with a character outside the alphabet was added to the vocabulary as plain text.
-            if all(sign in alphabet for sign in token):
-                return bytes(alphabet[sign] for sign in token)
-            return token.encode()
-
-        return of_bytes
-    spaces = [part["replacement"] for part in decoders if part["type"] == "Metaspace"]
-    spaces += [
-        part["pattern"]["String"]
-        for part in decoders
-        if part["type"] == "Replace" and part.get("content") == " " and "String" in part["pattern"]
-    ]
-    if unknown := kinds - {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
-        raise ValueError(f"tokens decoded by {', '.join(sorted(unknown))} cannot be counted in bytes")
-    # With byte fallback `<0x0A>` is one byte; without it, it is text that happens to look like that.
-    falls_back = "ByteFallback" in kinds or bool(definition["model"].get("byte_fallback"))
-
-    def of_text(token: str) -> bytes:
-        if falls_back and _BYTE.match(token):
-            return bytes([int(token[3:5], 16)])
-        for space in spaces:
-            token = token.replace(space, " ")
-        return token.encode()
-
-    return of_text
-
-
 DEFINITION = "tokenizer.json"
-_SLOW = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
-_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-CHAT_TEMPLATE = "chat_template.jinja"
-_ENDS = ("generation_config.json", "config.json")
 _ROLES = ("bos", "eos", "pad")
 
 
@@ -157,13 +34,14 @@ class FastTokenizer:
         name: its source, in messages.
         definition: the parsed tokenizer.json, as it encodes here.
         post_processor: the definition's post-processor, which is not applied here; exports write it.
+        frame: the special tokens that the post-processor puts around a text.
         bos_id: id of the token that begins a document.
         eos_id: id of the token that ends a document.
         pad_id: id of the token that fills up batches.
-        chat_template: Jinja template that renders a conversation as text; None if there is none.
+        named_tokens: special tokens by name (`bos_token`, …), for chat templates.
+        chat_templates: Jinja templates that render a conversation as text, by name.
         end_ids: every id that ends a text, `eos_id` first: a model may have several, such as the end of a turn.
-        adds_bos: whether the tokenizer's own rules put BOS before a text. They are not applied here, since
-            `levanter.data` decides; the evaluation harness reads this, because published numbers follow those rules.
+        splits_special: whether a special token in a text is cut into pieces like other text.
     """
 
     def __init__(
@@ -174,11 +52,12 @@ class FastTokenizer:
         bos_id: int | None = None,
         eos_id: int | None = None,
         pad_id: int | None = None,
-        chat_template: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         end_ids: Sequence[int] = (),
-        adds_bos: bool | None = None,
+        splits_special: bool = False,
     ):
-        """Builds the tokenizer; without `adds_bos`, the definition determines it.
+        """Builds the tokenizer; a single chat template is the one named `default`.
 
         Raises:
             CorruptFileError: the `tokenizers` library cannot read the definition.
@@ -188,22 +67,37 @@ class FastTokenizer:
         self.post_processor: Mapping[str, Any] | None = definition.get("post_processor")
         self.name = name
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
-        self.adds_bos = _begins_with(definition, bos_id) if adds_bos is None else adds_bos and bos_id is not None
-        # The library raises plain Exceptions for malformed definitions.
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self.definition))
-        except Exception as error:
-            raise CorruptFileError(name, f"it is not a tokenizer.json ({error})") from error
+        self._tokenizer = build_backend(self.definition, name)
+        self.splits_special = splits_special
+        if splits_special:
+            self._tokenizer.encode_special_tokens = True
+        self.frame = _text_frame(self.post_processor, name)
         self.vocab_size = count_ids(self.definition)
         out = [
             f"{role} {i}" for role in _ROLES if (i := getattr(self, f"{role}_id")) is not None and i >= self.vocab_size
         ]
+        out += [f"post-processor {i}" for i in (*self.frame.prefix, *self.frame.suffix) if i >= self.vocab_size]
         if out:
             raise ConfigMismatchError(name, f"special token ids {', '.join(out)} are outside its {self.vocab_size} ids")
-        self.chat_template = chat_template
+        ids = {f"{role}_token": getattr(self, f"{role}_id") for role in _ROLES}
+        roles = {role: text for role, i in ids.items() if i is not None and (text := self.token(i)) is not None}
+        self.named_tokens: Mapping[str, str] = roles if named_tokens is None else dict(named_tokens)
+        if isinstance(chat_template, str):
+            chat_template = {"default": chat_template}
+        self.chat_templates: Mapping[str, str] = dict(chat_template or {})
         # EOS first, then the ids of generation_config.json; ids beyond the vocabulary occur in published files.
         ends = (*(() if eos_id is None else (eos_id,)), *(i for i in end_ids if 0 <= i < self.vocab_size))
         self.end_ids = tuple(dict.fromkeys(ends))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of conversations without tools; None if the files have none of the name `default`."""
+        return self.chat_templates.get("default")
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer's files put BOS before a text."""
+        return self.bos_id is not None and self.frame.prefix[:1] == (self.bos_id,)
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -290,15 +184,16 @@ class FastTokenizer:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The tokenizer_config.json: special tokens, template, and `add_bos_token` if the post-processor differs."""
-        roles = {
-            f"{role}_token": self.token(number)
-            for role in _ROLES
-            if (number := getattr(self, f"{role}_id")) is not None
-        }
-        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
-        same = self.adds_bos == _begins_with(self.document, self.bos_id)
-        return {**roles, **template, **({} if same else {"add_bos_token": self.adds_bos})}
+        """The tokenizer_config.json: special tokens and chat templates."""
+        templates: Mapping[str, Any] = {}
+        if self.chat_templates.keys() == {"default"}:
+            templates = {"chat_template": self.chat_templates["default"]}
+        elif self.chat_templates:
+            named = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
+            templates = {"chat_template": named}
+        # Null, where there is none, because a reader would otherwise take the name of the tokenizer's class.
+        names = dict.fromkeys(f"{role}_token" for role in _ROLES) | dict(self.named_tokens)
+        return {**names, **templates, **({"split_special_tokens": True} if self.splits_special else {})}
 
     @property
     def hash(self) -> str:
@@ -309,35 +204,49 @@ class FastTokenizer:
     def _hash(self) -> str:
         roles = {role: getattr(self, f"{role}_id") for role in _ROLES}
         # The roles are part of the hash: another EOS gives other documents from the same definition.
-        text = json.dumps([self.definition, roles], sort_keys=True, ensure_ascii=True)
+        # Only where it is true, so that the hash of other tokenizers is what it always was.
+        splits = ["split_special_tokens"] if self.splits_special else []
+        text = json.dumps([self.definition, roles, *splits], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _begins_with(definition: Mapping[str, Any], bos_id: int | None) -> bool:
-    """Whether the post-processor of a tokenizer.json puts this token before a text."""
-    # Processors nest (`Sequence`); the list grows while it is walked.
-    waiting: list[Any] = [definition.get("post_processor")]
-    for step in waiting:
-        if not isinstance(step, dict) or bos_id is None:
-            continue
-        waiting += step.get("processors") or []
-        first = next(iter(step.get("single") or ()), None)
-        special = first.get("SpecialToken") if isinstance(first, dict) else None
-        # A template lists special tokens by name; the map gives their ids.
-        token = (step.get("special_tokens") or {}).get(special.get("id")) if isinstance(special, dict) else None
-        if isinstance(token, dict) and (token.get("ids") or [None])[0] == bos_id:
-            return True
-    return False
+def build_backend(definition: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
+    """The tokenizer of the `tokenizers` library for a definition.
+
+    Raises:
+        CorruptFileError: the library cannot read the definition.
+    """
+    # The library raises plain Exceptions for malformed definitions.
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(definition))
+    except Exception as error:
+        raise CorruptFileError(where, f"it is not a tokenizer.json ({error})") from error
+
+
+def _text_frame(post_processor: Mapping[str, Any] | None, where: str) -> TextFrame:
+    """The special tokens that a post-processor puts around a text.
+
+    Raises:
+        CorruptFileError: the `tokenizers` library cannot read the post-processor, or it does not keep a text once.
+    """
+    if post_processor is None:
+        return TextFrame()
+    # A vocabulary of one word, so that the post-processor is applied to a text of one known token.
+    word = {"type": "WordLevel", "vocab": {"text": 0}, "unk_token": "text"}
+    probe = build_backend({"version": "1.0", "model": word, "post_processor": post_processor}, where)
+    encoding = probe.encode("text")
+    at = [n for n, special in enumerate(encoding.special_tokens_mask) if not special]
+    if len(at) != 1:
+        raise CorruptFileError(where, f"its post-processor keeps {len(at)} copies of a text, expected 1")
+    return TextFrame(tuple(encoding.ids[: at[0]]), tuple(encoding.ids[at[0] + 1 :]))
 
 
 def as_transformers(tokenizer: FastTokenizer) -> "PreTrainedTokenizerFast":
     """The same tokenizer as an object of transformers."""
     from transformers import PreTrainedTokenizerFast
 
-    ids = {f"{role}_token": getattr(tokenizer, f"{role}_id") for role in _ROLES}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(tokenizer.definition)),
-        **{role: tokenizer.token(i) for role, i in ids.items() if i is not None},
+        tokenizer_object=build_backend(tokenizer.document, tokenizer.name), **dict(tokenizer.named_tokens)
     )
 
 
@@ -351,133 +260,14 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase") -> FastTokenizer:
     if backend is None:
         raise TypeError(f"tokenizer: expected a transformers fast tokenizer, a name or a folder, got {tokenizer!r}")
     ids = {f"{role}_id": getattr(tokenizer, f"{role}_token_id") for role in _ROLES}
-    return FastTokenizer(json.loads(backend.to_str()), name=str(tokenizer.name_or_path), **ids)
-
-
-def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> FastTokenizer:
-    """Loads the tokenizer from the files of a repository.
-
-    Raises:
-        MissingCheckpointFileError: there is none.
-        CorruptFileError: it cannot be read.
-    """
-    if file in repository.files:
-        definition = read_json(repository, file, purpose="the tokenizer")
-        if not isinstance(definition.get("model"), dict):
-            raise CorruptFileError(repository.where(file), "it is not a tokenizer.json: it has no model")
-        if not _are_tokens(definition.get("added_tokens")):
-            raise CorruptFileError(
-                repository.where(file), "added_tokens is not a list of tokens, each with content and id"
-            )
-    # Only for the default name: a file that was asked for by name is not replaced by a conversion.
-    elif file == DEFINITION and any(name in repository.files for name in _SLOW):
-        definition = _convert(repository)
-    else:
-        raise MissingCheckpointFileError(
-            repository.name, f"there is no tokenizer ({file}); it has {', '.join(sorted(repository.files)[:8])}"
-        )
+    templates = tokenizer.chat_template
     return FastTokenizer(
-        definition,
-        name=repository.name,
-        **_roles(repository, definition),
-        chat_template=_chat_template(repository),
-        end_ids=_end_ids(repository),
-        adds_bos=_adds_bos(repository),
+        json.loads(backend.to_str()),
+        name=str(tokenizer.name_or_path),
+        **ids,
+        named_tokens=tokenizer.special_tokens_map,
+        chat_template=templates if isinstance(templates, str | Mapping) else None,
     )
-
-
-def _are_tokens(added: object) -> bool:
-    """Whether a value is valid as `added_tokens` of a tokenizer.json."""
-    if added is None:
-        return True
-    return isinstance(added, list) and all(
-        isinstance(token, dict)
-        and isinstance(token.get("content"), str)
-        and isinstance(number := token.get("id"), int)
-        and number >= 0
-        for token in added
-    )
-
-
-def _roles(repository: Repository, definition: Mapping[str, Any]) -> dict[str, int | None]:
-    """The ids of the special tokens, from the settings files of the repository."""
-    ids = dict(definition["model"].get("vocab", {})) if isinstance(definition["model"].get("vocab"), dict) else {}
-    # Added tokens win: a vocabulary may hold the same text as an ordinary token.
-    ids |= {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
-    role_ids: dict[str, int | None] = {}
-    for file in _SETTINGS:
-        if file not in repository.files:
-            continue
-        settings = read_json(repository, file, purpose="special tokens")
-        for role in _ROLES:
-            token = settings.get(f"{role}_token")
-            content = token.get("content") if isinstance(token, dict) else token
-            # The first file that gives a role wins: tokenizer_config.json before special_tokens_map.json.
-            if isinstance(content, str) and role_ids.get(f"{role}_id") is None:
-                role_ids[f"{role}_id"] = ids.get(content)
-    if "config.json" in repository.files:
-        config = read_json(repository, "config.json", purpose="special tokens")
-        for role in _ROLES:
-            value = config.get(f"{role}_token_id")
-            first = value[0] if isinstance(value, list) and value else value
-            # config.json comes last, and only ids that exist: published files hold ids of other vocabularies.
-            if role_ids.get(f"{role}_id") is None and isinstance(first, int) and 0 <= first < count_ids(definition):
-                role_ids[f"{role}_id"] = first
-    return role_ids
-
-
-def _chat_template(repository: Repository) -> str | None:
-    """The chat template: from its own file or the settings; of several, the one named `default`."""
-    if CHAT_TEMPLATE in repository.files:
-        return repository.text(CHAT_TEMPLATE).decode("utf-8", "replace")
-    if _SETTINGS[0] not in repository.files:
-        return None
-    template = read_json(repository, _SETTINGS[0], purpose="the chat template").get("chat_template")
-    if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _adds_bos(repository: Repository) -> bool | None:
-    """The settings' `add_bos_token`; None if they have none."""
-    if _SETTINGS[0] not in repository.files:
-        return None
-    add_bos = read_json(repository, _SETTINGS[0], purpose="special tokens").get("add_bos_token")
-    return add_bos if isinstance(add_bos, bool) else None
-
-
-def _end_ids(repository: Repository) -> tuple[int, ...]:
-    """The ids that end a text according to the model's files; transformers stops at the first of these."""
-    end_ids: list[int] = []
-    for file in _ENDS:
-        if file in repository.files:
-            value = read_json(repository, file, purpose="the ids that end a text").get("eos_token_id")
-            # `type(i) is int` excludes booleans, which isinstance would accept.
-            end_ids += [i for i in (value if isinstance(value, list) else [value]) if type(i) is int]
-    return tuple(end_ids)
-
-
-def _convert(repository: Repository) -> Mapping[str, Any]:
-    """Converts older tokenizer files to a tokenizer.json, by transformers."""
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        for file in (*_SLOW, *_SETTINGS, "config.json", "added_tokens.json"):
-            if file in repository.files:
-                (Path(folder) / file).write_bytes(repository.text(file))
-        try:
-            # From a local copy of the tokenizer's files only, so that
-            # transformers neither downloads nor runs anything else.
-            converted = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
-            return json.loads(converted.backend_tokenizer.to_str())
-        except (ImportError, ValueError, OSError, AttributeError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                repository.name,
-                f"there is no {DEFINITION}, and transformers cannot make one from the older files "
-                f"({str(error).splitlines()[0]})",
-                suggestion="pip install sentencepiece (or tiktoken), or add a tokenizer.json",
-            ) from error
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, *, where: object) -> None:

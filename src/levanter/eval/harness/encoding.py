@@ -2,8 +2,8 @@
 
 A *query* is a sequence of tokens whose last ones are scored. For `loglikelihood` it is a context and a continuation,
 encoded together, so that a token may span their border; spaces at the end of the context are moved to the continuation.
-A tokenizer that adds BOS to a text does so here too, unless the text begins with it. An empty context is BOS, or EOS if
-the tokenizer has no BOS. A query that is longer than the model's context loses its beginning.
+The special tokens that the tokenizer's files put around a text are added, unless it begins with BOS. An empty context
+is BOS, or EOS if the tokenizer has no BOS. A query that is longer than the model's context loses its beginning.
 
 For `loglikelihood_rolling` a text is split into windows with disjoint targets; the last window is extended backwards to
 the full context.
@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from levanter.data import Tokenizer
+from levanter.data.tokenizer import TextFrame
 
 
 class HarnessError(ValueError):
@@ -48,12 +49,12 @@ class QueryEncoder:
 
     Attributes:
         tokenizer: the model's.
-        adds_bos: whether the tokenizer adds BOS to a text.
+        frame: the special tokens that the tokenizer puts around a text.
         max_length: maximum number of tokens of an input.
     """
 
     tokenizer: Tokenizer
-    adds_bos: bool
+    frame: TextFrame
     max_length: int
 
     @cached_property
@@ -76,17 +77,15 @@ class QueryEncoder:
 
         Args:
             texts: the texts.
-            bare: whether the tokenizer's BOS is omitted.
+            bare: whether special tokens are omitted.
         """
         ids = self.tokenizer.encode_batch(texts)
-        if bare or not self.adds_bos or self.tokenizer.bos_id is None:
+        if bare or self.frame == TextFrame():
             return ids
-        bos = np.asarray([self.tokenizer.bos_id], np.int32)
         # A chat template may write BOS itself; a second one would change every score.
-        has_bos = [text.startswith(self._prefix_text) for text in texts]
         return [
-            text_ids if starts_with_bos else np.concatenate([bos, text_ids])
-            for text_ids, starts_with_bos in zip(ids, has_bos, strict=True)
+            text_ids if text.startswith(self._prefix_text) else np.asarray(self.frame.around(text_ids), np.int32)
+            for text, text_ids in zip(texts, ids, strict=True)
         ]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Query]:

@@ -104,6 +104,7 @@ def test_numbers_equal_torch_whatever_the_batch(tmp_path, folder, texts, capsys)
         losses[1] * count / byte_count / math.log(2), rel=1e-6
     )
     shown = capsys.readouterr().out
+    assert "BOS before each document (`data.enforce_bos`), which this tokenizer does not write by itself" in shown
     assert "loading 11 arrays (11 direct)" in shown
     assert "programs: score" in shown
     tracked = (tmp_path / "tracker" / "metrics.jsonl").read_text()

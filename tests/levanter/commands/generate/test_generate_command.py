@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
         name: each if "norm" in name else (0.3 * each.astype(np.float32)).astype(each.dtype)
         for name, each in tensors().items()
     }
-    write_folder(where / "model", weights=weights)
+    write_folder(where / "model", weights=weights, adds_bos=True)
     (where / "model" / "chat_template.jinja").write_text(TEMPLATE)
     lines = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in LINES]
     (where / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

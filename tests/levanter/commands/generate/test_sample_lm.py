@@ -23,7 +23,7 @@ def model(tmp_path_factory):
         name: each if "norm" in name else (0.3 * each.astype(np.float32)).astype(each.dtype)
         for name, each in tensors().items()
     }
-    write_folder(where, weights=weights)
+    write_folder(where, weights=weights, adds_bos=True)
     return where
 
 

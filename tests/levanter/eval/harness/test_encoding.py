@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from helpers.drawn_tokenizers import BYTES, template
 from helpers.hf_folder import TEXTS, byte_level_tokenizer
 
 from levanter.compat.hf.tokenizer import FastTokenizer
@@ -17,8 +18,10 @@ LENGTH = 12
 
 def encoder(*, adds_bos: bool, bos: int | None = 1, length: int = LENGTH) -> QueryEncoder:
     definition = json.loads(byte_level_tokenizer().to_str())
-    tokenizer = FastTokenizer(definition, name="small", bos_id=bos, eos_id=2, adds_bos=adds_bos)
-    return QueryEncoder(tokenizer, tokenizer.adds_bos, length)
+    if adds_bos:
+        definition["post_processor"] = template(("<s>",), (), ("<pad>", "<s>"))
+    tokenizer = FastTokenizer(definition, name="small", bos_id=bos, eos_id=2)
+    return QueryEncoder(tokenizer, tokenizer.frame, length)
 
 
 def pairs(seed: int) -> list[tuple[str, str]]:
@@ -101,28 +104,21 @@ def test_what_cannot_be_scored_is_listed():
 def test_a_tokenizer_without_ends_is_named():
     bare = FastTokenizer(json.loads(byte_level_tokenizer().to_str()), name="small")
     with pytest.raises(HarnessError, match="small: the tokenizer has neither BOS nor EOS"):
-        QueryEncoder(bare, False, LENGTH).encode_pairs([("", "the cat")], ["a"])
+        QueryEncoder(bare, bare.frame, LENGTH).encode_pairs([("", "the cat")], ["a"])
 
 
-@pytest.mark.parametrize(
-    ("processor", "expected"),
-    [
-        (None, False),
-        ({"type": "ByteLevel"}, False),
-        ({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}], "special_tokens": {}}, False),
-        ("bos", True),
-        ("sequence", True),
-    ],
-)
-def test_whether_a_tokenizer_puts_bos_before_a_text_is_read_off_its_definition(processor, expected: bool):
-    bos = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-    }
-    known = {"bos": bos, "sequence": {"type": "Sequence", "processors": [{"type": "ByteLevel"}, bos]}}
+@pytest.mark.parametrize("processor", [None, "bytes", "ends", "bos", "sequence"])
+def test_whether_a_tokenizer_puts_bos_before_a_text_is_read_off_its_definition(processor: str | None):
+    bos, ends = (template(*sides, ("<pad>", "<s>", "</s>")) for sides in ((["<s>"], []), ([], ["</s>"])))
+    known = {"bytes": BYTES, "ends": ends, "bos": bos, "sequence": {"type": "Sequence", "processors": [BYTES, bos]}}
     definition = json.loads(byte_level_tokenizer().to_str())
-    definition["post_processor"] = known.get(processor, processor) if isinstance(processor, str) else processor
-    assert FastTokenizer(definition, name="small", bos_id=1).adds_bos is expected
+    definition["post_processor"] = None if processor is None else known[processor]
+    tokenizer = FastTokenizer(definition, name="small", bos_id=1)
+    assert tokenizer.adds_bos is (processor in ("bos", "sequence"))
+    assert tokenizer.frame.suffix == ((2,) if processor == "ends" else ())
     assert FastTokenizer(definition, name="small", bos_id=None).adds_bos is False
-    assert FastTokenizer(definition, name="small", bos_id=1, adds_bos=not expected).adds_bos is not expected
+    for enforce in (True, False):
+        frame = tokenizer.frame.with_bos(1, enforce=enforce)
+        assert frame.prefix == ((1,) if enforce else ()) and frame.suffix == tokenizer.frame.suffix
+    with pytest.raises(ValueError, match="enforce_bos: true, and the files of the tokenizer name no BOS"):
+        tokenizer.frame.with_bos(None, enforce=True)

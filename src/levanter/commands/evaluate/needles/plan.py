@@ -62,7 +62,7 @@ class NeedleWork:
 
 def bos_id(tokenizer: Tokenizer) -> int | None:
     """The BOS id if the tokenizer adds BOS to a text, otherwise None."""
-    return tokenizer.bos_id if getattr(tokenizer, "adds_bos", False) else None
+    return tokenizer.bos_id if tokenizer.bos_id in tokenizer.frame.prefix else None
 
 
 def describe(config: EvalNeedlesConfig, target: Target, *, written: ExplicitKeys | None = None) -> RunPlan[NeedleWork]:
