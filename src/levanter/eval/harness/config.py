@@ -92,7 +92,7 @@ class HarnessConfig(Ranged):
             errors.
         apply_chat_template: whether prompts are formatted with the tokenizer's chat template.
         fewshot_as_multiturn: whether few-shot examples are separate turns of the conversation.
-        confirm_run_unsafe_code: whether tasks may execute code that a model generated.
+        confirm_run_unsafe_code: whether tasks may execute code that a model generated; upstream's default is true.
         sample_logging: upstream's sample logging.
         generation_kwargs: default generation parameters for tasks that do not set them.
         include_path: folders with your own tasks, separated by commas.
@@ -107,7 +107,7 @@ class HarnessConfig(Ranged):
     bootstrap_iters: Count = 0
     apply_chat_template: bool = False
     fewshot_as_multiturn: bool = False
-    confirm_run_unsafe_code: bool = True
+    confirm_run_unsafe_code: bool = False
     sample_logging: SampleLoggingConfig = field(default_factory=SampleLoggingConfig)
     generation_kwargs: dict[str, Any] = field(default_factory=lambda: dict(GENERATION))
     include_path: PathText | None = None

@@ -16,9 +16,10 @@ from levanter.eval.harness.scoring import Scorer
 from levanter.eval.harness.tasks import (
     FEWSHOT_SEED,
     RANDOM_SEED,
+    TASK_FAILURES,
     LoadedTasks,
     seed_everything,
-    silence_lm_eval,
+    task_code,
     task_error_message,
 )
 from levanter.io import Progress
@@ -126,7 +127,7 @@ def evaluate(model: "HarnessLM", tasks: LoadedTasks, config: HarnessConfig, *, n
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     began = time.time()
     try:
-        with silence_lm_eval():
+        with task_code():
             evaluated = evaluate_tasks(
                 model,
                 tasks.as_lm_eval(),  # pyright: ignore[reportArgumentType]
@@ -139,7 +140,7 @@ def evaluate(model: "HarnessLM", tasks: LoadedTasks, config: HarnessConfig, *, n
                 fewshot_as_multiturn=config.fewshot_as_multiturn and config.apply_chat_template,
                 confirm_run_unsafe_code=config.confirm_run_unsafe_code,
             )
-    except Exception as error:
+    except TASK_FAILURES as error:
         # An error of this package is not the task's: it keeps its type and its traceback.
         if (message := task_error_message(error)) is None:
             raise

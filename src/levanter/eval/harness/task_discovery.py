@@ -14,12 +14,13 @@ from levanter.eval.harness.packing import RowShape
 from levanter.eval.harness.request_table import RequestCount, Table
 from levanter.eval.harness.tasks import (
     FEWSHOT_SEED,
+    TASK_FAILURES,
     LmTask,
     LoadedTasks,
     UnavailableTaskError,
     load_tasks,
     seed_everything,
-    silence_lm_eval,
+    task_code,
     task_error_message,
 )
 from levanter.runplan import Check
@@ -83,6 +84,11 @@ def discover_tasks(config: HarnessConfig, include_path: Sequence[str]) -> Discov
         except HarnessError as error:
             # Sent instead of raised, so that all processes refuse the run with the same message.
             message = {"error": str(error), "unavailable": isinstance(error, UnavailableTaskError)}
+        except TASK_FAILURES as error:
+            # The documents of a task may be read only where they are counted.
+            if (reason := task_error_message(error)) is None:
+                raise
+            message = {"error": f"eval_harness.task_spec: {reason}"}
     received = json.loads(from_process_0("the tasks", json.dumps(message)))
     return DiscoveredTasks(**{**received, "kinds": frozenset(received.get("kinds", ()))}, loaded=loaded)
 
@@ -198,7 +204,7 @@ def _instances(task: LmTask, limit: int, config: HarnessConfig, model: "HarnessL
     seed_everything()
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
     try:
-        with silence_lm_eval():
+        with task_code():
             task.build_all_requests(
                 limit=limit,
                 apply_chat_template=config.apply_chat_template,
@@ -206,7 +212,7 @@ def _instances(task: LmTask, limit: int, config: HarnessConfig, model: "HarnessL
                 chat_template=model.apply_chat_template if config.apply_chat_template else None,
                 tokenizer_name=model.tokenizer_name,
             )
-    except Exception as error:
+    except TASK_FAILURES as error:
         if (message := task_error_message(error)) is None:
             raise
         raise HarnessError(message) from error

@@ -10,12 +10,12 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class LmTask(Protocol):
     """The part of lm_eval's task interface that is used here."""
 
     @property
-    def eval_docs(self) -> Sized:
+    def eval_docs(self) -> Collection[object]:
         """The documents."""
         ...
 
@@ -57,6 +57,14 @@ class LmTask(Protocol):
 
     def set_fewshot_seed(self, seed: int) -> None:
         """Seeds the choice of few-shot examples."""
+        ...
+
+    def doc_to_choice(self, doc: object) -> Sequence[object]:
+        """The choices of a document."""
+        ...
+
+    def process_results(self, doc: object, results: Sequence[object]) -> Mapping[str, object]:
+        """The metrics of the answers to a document, by name."""
         ...
 
     def build_all_requests(self, **options: object) -> None:
@@ -131,12 +139,13 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
     """
     manager = _Manager(include_path)
     unknown = [
-        f"{spec.task}: no task, group or tag of this name{manager.nearest(spec.task)}"
+        f"eval_harness.task_spec: {spec.task}: no task, group or tag of this name{manager.nearest(spec.task)}"
         for spec in config.tasks
         if not spec.is_whole and not manager.has(spec.task)
     ]
     if unknown:
-        raise HarnessError("\n".join(f"eval_harness.task_spec: {message}" for message in unknown))
+        # lm_eval skips files that it cannot read, and one of them may be the task that is missing.
+        raise HarnessError("\n".join((*unknown, *manager.unreadable())))
     # Names are the keys of the results, so they must be unique over all entries.
     tasks: dict[str, LmTask] = {}
     groups: dict[str, Any] = {}
@@ -149,6 +158,8 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
             raise HarnessError(
                 f"eval_harness.task_spec: {', '.join(duplicates)}: listed twice\n  → task_alias: a name for each"
             )
+        for name, task in task_by_name.items():
+            _check_metrics(name, task)
         tasks |= task_by_name
         groups |= loaded.get("groups") or {}
         group_map |= loaded.get("group_map") or {}
@@ -173,16 +184,58 @@ def task_error_message(error: BaseException) -> str | None:
     """The message for an error that a task raised; None for errors of this package or of what it called."""
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame.filename.replace("\\", "/") for frame in frames[1:]]
-    # The first frame is the caller. An error of a task comes from lm_eval, `datasets`, or the task's own file.
-    if isinstance(error, HarnessError) or any("/levanter/" in file or "/haliax_ext/" in file for file in files):
+    # The first frame is the caller. An error of a task comes from lm_eval, `datasets`, or the task's own file; an error
+    # of its template from the sandbox.
+    ours = any("/levanter/" in file or "/haliax_ext/" in file for file in files)
+    of_task = isinstance(error, _TaskExit) or _is_template_error(error)
+    if isinstance(error, HarnessError) or (ours and not of_task):
         return None
-    last = frames[-1]
+    # The task's line: not the function that replaces `os._exit`, the sandbox, or code without a file.
+    outside = [n for n, file in enumerate(files, 1) if file[0] != "<" and "/levanter/" not in file]
+    last = frames[outside[-1] if outside else -1]
     # `datasets` wraps the real reason, such as a network error, in an error of its own.
     causes = [error, *([error.__cause__] if error.__cause__ is not None else [])]
     description = "; ".join(
         f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}".rstrip(": ") for cause in causes
     )
-    return f"a task failed: {description} ({last.filename}, line {last.lineno})\n  → remove the task, or correct it"
+    what = "a task's code ends the process" if isinstance(error, SystemExit) else "a task failed"
+    return f"{what}: {description} ({last.filename}, line {last.lineno})\n  → remove the task, or correct it"
+
+
+def _is_template_error(error: BaseException) -> bool:
+    # Without lm_eval there are no templates of tasks.
+    if "lm_eval.utils" not in sys.modules:
+        return False
+    return isinstance(error, importlib.import_module("levanter.eval.harness.task_templates").TEMPLATE_ERRORS)
+
+
+class _TaskExit(SystemExit):
+    """A task's code called `os._exit`, with this exit code."""
+
+
+TASK_FAILURES = (Exception, SystemExit)
+"""What a task's code raises; a task that calls `sys.exit` must not end the run as if it were done."""
+
+
+@contextmanager
+def task_code() -> Iterator[None]:
+    """Runs code of lm_eval and of tasks: silently, templates in the sandbox, and without ways to end the process."""
+    with silence_lm_eval(), ExitStack() as stack:
+        if "lm_eval.utils" in sys.modules:
+            templates = importlib.import_module("levanter.eval.harness.task_templates")
+            stack.enter_context(templates.sandboxed_templates())
+        end, process = os._exit, os.getpid()
+
+        def refuse(status: int) -> NoReturn:
+            # Processes that `datasets` starts end in this way.
+            if os.getpid() != process:
+                end(status)
+            raise _TaskExit(status)
+
+        # It would end the run at once, with the exit code of one that is done.
+        stack.callback(setattr, os, "_exit", end)
+        os._exit = refuse
+        yield
 
 
 def seed_everything() -> None:
@@ -257,8 +310,11 @@ class _Manager:
 
     def nearest(self, name: str) -> str:
         """A suggestion for an unknown name, for an error."""
-        names = [] if self._run_manager is None else list(self._run_manager.all_tasks)
-        return did_you_mean(name, names) or did_you_mean(name, self._manager_with(name).all_tasks)
+        names = [] if self._run_manager is None else self._run_manager.all_tasks
+        # A name may be another value of YAML, such as a number.
+        return did_you_mean(name, list(map(str, names))) or did_you_mean(
+            name, list(map(str, self._manager_with(name).all_tasks))
+        )
 
     def load(self, spec: HarnessTaskConfig) -> Mapping[str, Any]:
         """A task, or the tasks of a group, with their documents."""
@@ -278,7 +334,7 @@ class _Manager:
         mapping = {"task": spec.task, **spec.changes}
         spec_dict = {"group": "changed", "task": [mapping]} if entry is not None else mapping
         try:
-            with silence_lm_eval(), _working_directory(entry, manager, spec.task):
+            with task_code(), _working_directory(entry, manager, spec.task):
                 return {"tasks": manager.load([spec_dict])["tasks"]} if spec.changes else manager.load([spec.task])
         except ImportError as error:
             detail = " ".join(map(str, error.args)).strip()[:300]
@@ -293,10 +349,96 @@ class _Manager:
                 "  → download them on a machine with network access (datasets caches them), or use a task with local "
                 "files"
             ) from error
-        except Exception as error:
+        except TASK_FAILURES as error:
             if (message := task_error_message(error)) is None:
                 raise
+            # lm_eval itself fails on the missing aggregation of a metric that it does not know.
+            keys = {**(getattr(entry, "cfg", None) or {}), **spec.changes}
+            message = "\n".join((*_unknown_metrics(keys.get("metric_list")), message))
             raise HarnessError(f"eval_harness.task_spec: {spec.task}: {message}") from error
+
+    def unreadable(self) -> Iterator[str]:
+        """Why files of the run's folders are not in the index, a line for each."""
+        loader, index = (importlib.import_module(f"lm_eval.tasks.{name}") for name in ("_yaml_loader", "_index"))
+        for folder in self._folders:
+            for path in sorted(Path(folder).glob("**/*.yaml")):
+                try:
+                    keys = loader.load_yaml(path, resolve_func=False)
+                    name = keys.get("task", keys.get("group"))
+                    # A file that others include has neither key, or a `task` that is no name.
+                    if name is not None and not isinstance(name, str):
+                        yield f"  {path}: task: {type(name).__name__}, expected a name (text)"
+                    elif name is not None:
+                        index.TaskIndex.process_cfg(keys, path, {})
+                # A file may hold anything; whatever is wrong with it is the answer.
+                except Exception as error:  # noqa: BLE001
+                    yield f"  {path}: not a task's file ({' '.join(str(error).split())[:300]})"
+
+
+def _unknown_metrics(metrics: object) -> Iterator[str]:
+    """The names in a task's `metric_list` that lm_eval does not know."""
+    registry = importlib.import_module("lm_eval.api.registry").metric_registry
+    for entry in metrics if isinstance(metrics, list) else ():
+        name = entry.get("metric") if isinstance(entry, dict) else None
+        if isinstance(name, str) and name not in registry and not entry.get("hf_evaluate"):
+            yield f"metric_list: {name}: no metric of this name{did_you_mean(name, sorted(registry))}"
+
+
+def _check_metrics(name: str, task: LmTask) -> None:
+    """Refuses a metric of which lm_eval would report no number.
+
+    Raises:
+        HarnessError: there is no such metric or aggregation, or it is not one of this kind of task.
+    """
+    functions: Mapping[str, object] = getattr(task, "_metric_fn_list", {})
+    aggregations: Mapping[str, object] = getattr(task, "_aggregation_list", {})
+    # A task's own function gives the numbers of its metrics, whatever their names are.
+    if callable(task.get_config("process_results")):
+        functions = {}
+    registry = importlib.import_module("lm_eval.api.registry")
+    problems = [
+        f"metric_list: {metric}: no metric of this name{did_you_mean(str(metric), sorted(registry.metric_registry))}"
+        for metric, function in functions.items()
+        if function is None
+    ]
+    problems += [
+        f"metric_list: {metric}: no such aggregation; known are {', '.join(sorted(registry.aggregation_registry))}"
+        for metric, function in aggregations.items()
+        if function is None
+    ]
+    if not problems and functions:
+        known = _reported_metrics(task, mutual="acc_mutual_info" in functions)
+        kind = task.get_config("output_type")
+        problems = [
+            f"metric_list: {metric}: a task of output_type {kind} has no such number"
+            for metric in functions
+            if known is not None and metric not in known and metric != "bypass"
+        ]
+    if problems:
+        raise HarnessError("\n".join(f"eval_harness.task_spec: {name}: {problem}" for problem in problems))
+
+
+def _reported_metrics(task: LmTask, *, mutual: bool) -> set[str] | None:
+    """The metrics that a task computes of the answer to its first document; None where that is not known.
+
+    Args:
+        task: lm_eval's task.
+        mutual: whether choices are scored without their questions, too.
+    """
+    kind = task.get_config("output_type")
+    try:
+        with task_code():
+            doc = next(iter(task.eval_docs))
+            # Log-probability, and whether the text is the most likely one.
+            answers: dict[object, list[object]] = {"loglikelihood": [(-1.0, True)], "loglikelihood_rolling": [-1.0]}
+            if kind == "multiple_choice":
+                scores: list[object] = [(-1.0 - n, False) for n in range(len(task.doc_to_choice(doc)))]
+                answers[kind] = scores * 2 if mutual else scores
+            # Metrics of generated text are functions of any name.
+            return set(task.process_results(doc, answers[kind])) if kind in answers else None
+    except TASK_FAILURES:
+        # Whatever is wrong with the document is reported where its requests are built.
+        return None
 
 
 @contextmanager

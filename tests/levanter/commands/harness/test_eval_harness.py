@@ -25,8 +25,8 @@ from levanter.eval.harness.generation import GenerationKeys
 @pytest.fixture(autouse=True)
 def without_lm_evals_own(monkeypatch):
     """Reading the 14,000 names that lm_eval has takes longer than all of this; tests/multihost does so."""
-    made = tasks._Manager._made
-    monkeypatch.setattr(tasks._Manager, "_made", lambda self, *, defaults: made(self, defaults=False))
+    create = tasks._Manager._create_manager
+    monkeypatch.setattr(tasks._Manager, "_create_manager", lambda self, *, defaults: create(self, defaults=False))
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ def test_tasks_that_run_code_or_raise(tmp_path, model, capsys):
     (folder / "broken.py").write_text("def results(doc, found):\n    raise KeyError('nothing')\n")
     made_task(folder, "raises", f"{CHOICE}process_results: !function broken.results\n")
     words = [*document(tmp_path, model), "--include_path", str(folder)]
-    assert run(*words, "--tasks", "runs_code", "--eval_harness.confirm_run_unsafe_code", "false") == 2
-    assert "runs_code: runs code that the model wrote" in capsys.readouterr().err
+    assert run(*words, "--tasks", "runs_code") == 2
+    assert "runs_code: runs code that a model wrote" in capsys.readouterr().err
     assert run(*words, "--tasks", "raises") == 2
     said = capsys.readouterr().err
     assert "error: a task failed: KeyError: 'nothing' (" in said and "broken.py, line 2" in said

@@ -62,7 +62,10 @@ OTHERWISE: dict[str, Any] = {"task_spec": [], "tokenizer": None, "checkpoint_pat
 def test_defaults_are_upstreams(name: str, cls: Any):
     ours = ours_of(cls)
     for key, theirs in june_2026()["defaults"][name].items():
-        if key != "eval_harness":
+        if key == "confirm_run_unsafe_code":
+            # Upstream runs code that a model wrote unless it is told not to.
+            assert ours[key] is False and theirs is True
+        elif key != "eval_harness":
             assert ours[key] == (OTHERWISE[key] if theirs == "(required)" else theirs), key
 
 
@@ -74,9 +77,9 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture
 def run(tiny, monkeypatch):
     pytest.importorskip("lm_eval", reason="lm_eval is not installed: the extra `harness`")
-    made = tasks._Manager._made
+    create = tasks._Manager._create_manager
     # Reading the 14,000 names that lm_eval has takes longer than all of this.
-    monkeypatch.setattr(tasks._Manager, "_made", lambda self, *, defaults: made(self, defaults=False))
+    monkeypatch.setattr(tasks._Manager, "_create_manager", lambda self, *, defaults: create(self, defaults=False))
     monkeypatch.chdir(tiny.parent)
     return lambda name, *words: run_entry_point(EvalHarnessConfig, main, ["--config_path", str(path_of(name)), *words])
 

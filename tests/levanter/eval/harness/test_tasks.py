@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from helpers.harness import TASKS
 from levanter.eval.harness import tasks
 from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
 from levanter.eval.harness.encoding import HarnessError
+from levanter.eval.harness.task_discovery import discover_tasks
 from levanter.eval.harness.tasks import UnavailableTaskError, load_tasks
 
 SOUND = (
@@ -25,8 +28,8 @@ LINES = '{"q": "a", "a": 0}\n{"q": "b", "a": 1}\n'
 @pytest.fixture(autouse=True)
 def without_lm_evals_own(monkeypatch):
     """Reading the 14,000 names that lm_eval has takes longer than all of this."""
-    made = tasks._Manager._made
-    monkeypatch.setattr(tasks._Manager, "_made", lambda self, *, defaults: made(self, defaults=False))
+    create = tasks._Manager._create_manager
+    monkeypatch.setattr(tasks._Manager, "_create_manager", lambda self, *, defaults: create(self, defaults=False))
 
 
 def test_the_made_tasks_are_what_their_script_makes(tmp_path):
@@ -101,3 +104,123 @@ def test_documents_of_the_hub_come_from_its_cache(tmp_path: Path):
     assert found.documents(None) == {"made": 2}
     with pytest.raises(UnavailableTaskError, match="absent: its documents are not available here"):
         load_tasks(HarnessConfig(task_spec=["absent"]), [str(tmp_path)])
+
+
+def error_of(folder: Path, text: str, name: str = "mine", **files: str) -> str:
+    """The error of loading a task with these files beside it, and what it was."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.yaml").write_text(text)
+    (folder / f"{name}.jsonl").write_text(LINES)
+    for module, content in files.items():
+        (folder / f"{module}.py").write_text(content)
+    with pytest.raises(HarnessError) as info:
+        load_tasks(HarnessConfig(task_spec=[name]), [str(folder)])
+    return str(info.value)
+
+
+MINE = SOUND.format(name="mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("task: [mine\n", "mine.yaml: not a task's file (while parsing a flow sequence"),
+        (f"include: absent.yaml\n{MINE}", "mine.yaml: not a task's file ([Errno 2] No such file or directory"),
+        (f"include: mine.yaml\n{MINE}", "mine.yaml: not a task's file (Include cycle at "),
+        (MINE.replace("task: mine", "task: 7"), "mine.yaml: task: int, expected a name (text)"),
+        (MINE.replace("task: mine", "task: [mine]"), "mine.yaml: task: list, expected a name (text)"),
+        ("- task: mine\n", "mine.yaml: not a task's file (Expected YAML dict from "),
+        (f"{MINE}tag: 3\n", "mine.yaml: not a task's file ('int' object is not iterable)"),
+    ],
+)
+def test_a_file_that_is_no_task_is_named_with_its_reason(tmp_path: Path, text: str, expected: str):
+    said = error_of(tmp_path, text)
+    assert said.startswith("eval_harness.task_spec: mine: no task, group or tag of this name") and expected in said
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "exit()", "import os; os._exit(0)", "raise SystemExit"])
+@pytest.mark.parametrize("where", ["module", "function"])
+def test_a_task_that_ends_the_process(tmp_path: Path, code: str, where: str):
+    # A module of its own for each case: Python keeps what it has imported.
+    module = f"ends_{abs(hash((code, where)))}"
+    inside = f"def text(doc):\n    {code.replace('; ', chr(10) + '    ')}\n"
+    content = f"{code}\ndef text(doc):\n    return 'x'\n" if where == "module" else inside
+    said = error_of(
+        tmp_path, MINE.replace("doc_to_text: q", f"doc_to_text: !function {module}.text"), **{module: content}
+    )
+    kind = "_TaskExit: 0" if "_exit" in code else "SystemExit"
+    assert f"mine: a task's code ends the process: {kind}" in said and f"{module}.py, line " in said
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (
+            "[{metric: acccc, aggregation: mean}]",
+            "mine: metric_list: acccc: no metric of this name; did you mean `acc`",
+        ),
+        ("[{metric: acccc}]", "mine: metric_list: acccc: no metric of this name; did you mean `acc`"),
+        ("[{metric: acc, aggregation: meen}]", "mine: metric_list: acc: no such aggregation; known are "),
+        ("[{metric: acc}, {metric: bleu}]", "metric_list: bleu: a task of output_type multiple_choice has no such"),
+        ("[{metric: word_perplexity}]", "word_perplexity: a task of output_type multiple_choice has no such number"),
+    ],
+)
+def test_a_metric_without_a_number(tmp_path: Path, monkeypatch, metrics: str, expected: str):
+    # lm_eval looks for unknown metrics on the Hub, with a package whose import takes half a minute.
+    monkeypatch.setitem(sys.modules, "evaluate", None)
+    assert expected in error_of(tmp_path, f"{MINE}metric_list: {metrics}\n")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ cycler.__init__.__globals__.os.system('touch escaped') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ 'a' * 1000000000000 }}",
+        "{% for i in range(1000000000) %}a{% endfor %}",
+    ],
+)
+def test_templates_run_in_the_sandbox(tmp_path: Path, template: str):
+    said = error_of(tmp_path, MINE.replace("doc_to_text: q", f"doc_to_text: {json.dumps(template)}"))
+    assert "mine: a task failed: " in said and not list(tmp_path.rglob("escaped"))
+
+
+def test_the_sandbox_renders_as_lm_eval(tmp_path: Path):
+    """Every template of the demonstration tasks, and what differs from chat templates: white space, JSON, undefined."""
+    import lm_eval.utils
+    from jinja2 import UndefinedError
+
+    templates = [
+        "{% if a %}\n  {{ a }}\n  {% endif %}\n", "{{ a | tojson }}", "{{ a | regex_replace('[aeiou]', '*') }}",
+        "{{ choices | join(', ') }} {{ a.strip().upper() }}", "{% for c in choices %}{{ loop.index }} {% endfor %}",
+    ]  # fmt: skip
+    doc = {"a": " <b> & 'ö' ", "choices": ["x", "y"]}
+    expected = [lm_eval.utils.apply_template(template, doc) for template in templates]
+    with tasks.task_code():
+        assert [lm_eval.utils.apply_template(template, doc) for template in templates] == expected
+        with pytest.raises(UndefinedError):
+            lm_eval.utils.apply_template("{{ absent }}", doc)
+
+
+KEYS = (
+    "dataset_path", "dataset_kwargs", "test_split", "output_type", "doc_to_text", "doc_to_target", "doc_to_choice",
+    "num_fewshot", "metric_list", "filter_list", "generation_kwargs", "fewshot_config", "repeats", "description",
+    "target_delimiter", "should_decontaminate", "validation_split", "metadata", "tag", "include", "process_docs",
+)  # fmt: skip
+VALUES = ("3", "-1", "[]", "{}", "[3]", "{a: 1}", "null", "true", "'{{'", "'{{ q.zz }}'", "''", "[{}]", "1.5", "x")
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 200), marks=pytest.mark.slow)], ids=len)
+def test_drawn_values_of_a_tasks_keys(tmp_path: Path, seeds):
+    """Whatever a task's file has, it is loaded, or refused with its name."""
+    dice = random.Random(f"task files {seeds}")
+    for seed in seeds:
+        lines = dict(line.split(": ", 1) for line in MINE.splitlines())
+        for key in dice.sample(KEYS, dice.randrange(1, 3)):
+            lines[key] = dice.choice(VALUES)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        (folder / "mine.jsonl").write_text(LINES)
+        (folder / "mine.yaml").write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
+        found = discover_tasks(HarnessConfig(task_spec=["mine"], max_examples=2), [str(folder)])
+        assert found.error is None or "task_spec: " in found.error, lines
