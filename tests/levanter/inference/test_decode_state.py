@@ -34,17 +34,18 @@ MESHES = {"1": MeshSpec.of(data=1, model=1), "8": MeshSpec.of(data=4, model=2)}
 
 @functools.cache
 def built(mesh: str) -> RecurrentEngine:
-    """On one device three kinds of layers, unrolled; on eight a scan over two kinds, and two steps in a decode call."""
+    """On one device three kinds of layers, unrolled, and no snapshots; on eight a scan over two kinds, two steps in a
+    decode call, and two snapshots for each row."""
     if mesh == "1":
         config = recurrent_config(scan_layers=False, num_layers=3, layer_types=None, pattern="WRF")
-        return RecurrentEngine(spec=MESHES[mesh], config=config, rows=3, pages=20)
+        return RecurrentEngine(spec=MESHES[mesh], config=config, rows=3, pages=20, snapshots=0)
     config = recurrent_config(num_layers=4, layer_types=None, pattern="RF")
-    return RecurrentEngine(spec=MESHES[mesh], config=config, rows=8, pages=4 * 12, steps=2)
+    return RecurrentEngine(spec=MESHES[mesh], config=config, rows=8, pages=4 * 12, steps=2, snapshots=2)
 
 
-def requests(seed: int, count: int, *, n: int = 1) -> list[Request]:
+def requests(seed: int, count: int, *, n: int = 1, new: int = 14) -> list[Request]:
     rng = np.random.default_rng(seed)
-    params = SamplingParams(temperature=0.0, max_tokens=14, logprobs=1, n=n)
+    params = SamplingParams(temperature=0.0, max_tokens=new, logprobs=1, n=n)
     lengths = [int(length) for length in rng.integers(1, 31, count)]
     return [
         Request(id=str(number), tokens=tuple(rng.integers(0, VOCAB, length).tolist()), params=params, seed=number)
@@ -61,19 +62,79 @@ def test_texts_are_those_of_the_forward_pass_in_parts_evicted_and_resumed(mesh):
     """More sequences than rows, prompts of up to four parts, fewer pages than the rows would take."""
     engine, batch = built(mesh), requests(2, 10 if mesh == "1" else 20)
     seen = observed(engine.engine(), batch)
-    assert seen.comebacks > 0 and not seen.failed and not seen.hits
+    assert seen.comebacks > 0 and not seen.failed and (seen.hits > 0) == (mesh == "8")
     decided = sum(engine.check(list(one.tokens), text) for one, text in zip(batch, in_order(seen), strict=True))
     assert decided > 0.95 * sum(map(len, seen.texts.values()))
     # Alone, in whichever row, a sequence gets the same text.
     assert in_order(observed(engine.engine(), batch[-1:])) == in_order(seen)[-1:]
 
 
-def test_choices_of_a_request_are_sequences_of_their_own():
-    engine = built("1")
-    (request,) = requests(3, 1, n=3)
-    texts = in_order(observed(engine.engine(), [request]))
-    assert len(texts) == 3 and texts[0] == texts[1] == texts[2]
-    assert engine.check(list(request.tokens), texts[0]) > 10
+@pytest.mark.parametrize("mesh", MESHES)
+def test_choices_of_a_request_are_alike_whether_or_not_they_share_its_prompt(mesh):
+    engine = built(mesh)
+    (request,) = requests(3, 1, n=2, new=6)
+    seen = observed(engine.engine(), [request])
+    texts, length = in_order(seen), len(request.tokens)
+    assert len(texts) == 2 and texts[0] == texts[1]
+    assert engine.check(list(request.tokens), texts[0]) > 4
+    # The snapshot is at the end of the last page before the last token; the two rows of a shard share it.
+    last = (length - 1) // engine.page_size * engine.page_size
+    assert length > 8 and seen.computed == (2 * length if mesh == "1" else 2 * length - last)
+
+
+def test_prompts_that_begin_alike_begin_with_a_snapshot():
+    """Prompts behind 17 common tokens, of which two calls of 8 and four pages hold 16; one after another.
+
+    A prompt has at most four ends of pages for snapshots, at 8, 16, 20 and 24.
+    """
+    engine, rng, params = built("8"), np.random.default_rng(7), SamplingParams(temperature=0.0, max_tokens=8)
+    common, same = rng.integers(0, VOCAB, 17).tolist(), engine.engine()
+    for number in range(4):
+        tokens = (*common, *rng.integers(0, VOCAB, int(rng.integers(1, 9))).tolist())
+        seen = observed(same, [Request(id=str(number), tokens=tokens, params=params, seed=0)])
+        assert seen.hits == (number > 0) and seen.computed == len(tokens) - 16 * (number > 0)
+        engine.check(list(tokens), *in_order(seen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_models_caches_and_meshes(seed):
+    """Layers, pages, calls, snapshots and meshes drawn by a seed; prompts of which many begin alike."""
+    rng = np.random.default_rng(100 + seed)
+    pattern = "".join(rng.permutation([*"RFW", *rng.choice([*"RFW"], int(rng.integers(0, 3)))]))
+    shape = [(1, 1), (2, 2), (4, 1), (1, 2)][int(rng.integers(4))]
+    rows, page_size = shape[0] * int(rng.integers(1, 4)), int(rng.choice([2, 3, 8]))
+    pages = -(-40 // page_size) + int(rng.integers(0, 8))
+    engine = RecurrentEngine(
+        spec=MeshSpec.of(data=shape[0], model=shape[1]),
+        config=recurrent_config(
+            num_layers=len(pattern), layer_types=None, pattern=pattern, scan_layers=bool(rng.integers(2))
+        ),
+        rows=rows,
+        max_seq_len=40,
+        page_size=page_size,
+        pages=shape[0] * pages,
+        prefill=tuple((int(rng.integers(1, 3)), int(size)) for size in rng.choice([3, 5, 8, 16], 2, replace=False)),
+        steps=int(rng.choice([1, 3])),
+        snapshots=int(rng.integers(0, 3)),
+        behind=int(rng.integers(0, 3)),
+    )
+    common = [rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist() for _ in range(3)]
+    params = [SamplingParams(temperature=0.0, max_tokens=int(rng.integers(1, 15)), n=n) for n in (1, 1, 2)]
+    batch = [
+        Request(
+            id=str(number),
+            tokens=(*common[int(rng.integers(3))], *rng.integers(0, VOCAB, int(rng.integers(1, 6))).tolist()),
+            params=params[int(rng.integers(3))],
+            seed=number,
+        )
+        for number in range(12)
+    ]
+    seen = observed(engine.engine(), batch)
+    assert not seen.failed and len(seen.texts) == sum(one.params.n for one in batch)
+    prompts = {one.id: list(one.tokens) for one in batch}
+    decided = sum(engine.check(prompts[of.request], text) for of, text in seen.texts.items())
+    assert decided > 0.95 * sum(map(len, seen.texts.values()))
 
 
 def test_bytes_of_a_row_by_kind_and_by_length():
@@ -91,6 +152,7 @@ def test_bytes_of_a_row_by_kind_and_by_length():
             dtype=np.dtype(np.float32),
             allocation="paged",
             page_size=8,
+            snapshots_per_row=1,
         )
         for length in (32, 64)
     }
@@ -101,19 +163,22 @@ def test_bytes_of_a_row_by_kind_and_by_length():
             "paged": length * vectors * 8 // shards // 2,
             "slot": memory * 8 // shards // 2,
             "token_ids": 2 * 4 * 8 // shards,
+            "snapshot": memory * 8 // shards // 2,
         }
-        assert plan.bytes_per_row == length * vectors // 2 + memory // 2 + 8
-        assert not plan.shares_prefixes
+        assert plan.bytes_per_row == length * vectors // 2 + 2 * memory // 2 + 8
+        assert plan.shares_prefixes and plan.snapshots == 8
         assert "of them whatever its length" in str(plan)
 
 
-def test_the_plan_of_generate_lists_kinds_and_says_that_prefixes_are_not_shared(tmp_path):
+@pytest.mark.parametrize("shares", [True, False])
+def test_the_plan_of_generate_lists_kinds_and_says_how_prefixes_are_shared(shares, tmp_path):
     model = {"type": "two_kinds", "hidden_dim": 32, "intermediate_dim": 32, "num_layers": 4, "num_heads": 4}
     model |= {"num_kv_heads": 4, "channels": 16, "pattern": "FC", "vocab_size": 320, "max_seq_len": 64}
+    inference = {"max_rows": 2, "allocation": "paged", "page_size": 16, "cache_dtype": "bfloat16"}
     document = {
         "model": model,
         "tokenizer": "passthrough",
-        "inference": {"max_rows": 2, "allocation": "paged", "page_size": 16, "cache_dtype": "bfloat16"},
+        "inference": inference | {"share_prefixes": shares},
         "trainer": {"mp": "f32", "mesh": {"axes": {"data": 1, "model": 1}}},
     }
     path = tmp_path / "plan.json"
@@ -125,11 +190,16 @@ def test_the_plan_of_generate_lists_kinds_and_says_that_prefixes_are_not_shared(
     latest = 2 * 2 * 2 * 16 * 4
     assert plan.resident_bytes["state of fixed size"] == latest
     assert plan.resident_bytes["cache"] == 2 * 2 * 64 * 2 * 32 * 2
-    (note,) = [check.message for check in plan.checks if "share_prefixes" in check.message]
-    assert "not shared" in note
-    cost = plan.work.serving
-    assert [cost.bytes_per_row(length) for length in (0, 10)] == [latest // 2, latest // 2 + 10 * 2 * 2 * 32 * 2]
-    assert cost.row_bytes == {"slot": latest}
+    notes = [check.message for check in plan.checks if "share_prefixes" in check.message]
+    assert ["the last of 2 snapshots" in note for note in notes] == [True] * shares
+    assert plan.resident_bytes.get("snapshots", 0) == latest * shares
+    cost, copies = plan.work.serving, 1 + shares
+    assert [cost.bytes_per_row(length) for length in (0, 10)] == [
+        copies * latest // 2,
+        copies * latest // 2 + 10 * 2 * 2 * 32 * 2,
+    ]
+    assert cost.bytes_per_row(0, seen=True) == latest // 2
+    assert cost.row_bytes == ({"slot": latest, "snapshot": latest} if shares else {"slot": latest})
 
 
 def test_a_mixer_that_does_not_say_what_it_remembers_is_refused(monkeypatch):

@@ -35,6 +35,8 @@ TILE = 128
 CPU_BLOCK = 128
 """Positions of the cache that a decode step on CPUs reads at a time, up to the end of its longest row. A TPU computes
 one product over all positions."""
+SNAPSHOTS_PER_ROW = 1
+"""Snapshots of state that pages cannot share, for each row: they take as much memory as that state of the rows."""
 HOST_SHARE = 2
 """The divisor for memory that devices share with the rest of a host: rows take at most this part of it."""
 
@@ -155,6 +157,7 @@ def describe_generation(
             allocation=inference.allocation,
             page_size=inference.page_size,
             pages=inference.pages,
+            snapshots_per_row=SNAPSHOTS_PER_ROW if inference.share_prefixes else 0,
             hbm_bytes=model.hbm_bytes,
         )
 
@@ -201,7 +204,7 @@ def _checks(
     checks.append(Check(name="cache", status="ok", message=str(cache)))
     checks += [Check(name="rows", status="note", message=why)] if why else []
     checks += [Check(name="cache", status="error", message=str(e), error=e) for e in cache.sharding.errors]
-    return (*checks, *_chunk_notes(inference, cache, target), *_prefix_notes(inference, cache))
+    return (*checks, *_chunk_notes(inference, cache, target), *_prefix_notes(cache))
 
 
 def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -> tuple[Check, ...]:
@@ -216,13 +219,13 @@ def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -
     return (Check(name="prompts", status="note", message=message),)
 
 
-def _prefix_notes(inference: InferenceConfig, cache: CachePlan) -> tuple[Check, ...]:
-    """A note if rows could share the pages of a common prefix, and the model's other state prevents it."""
-    if not inference.share_prefixes or cache.allocation == "fixed" or cache.shares_prefixes:
+def _prefix_notes(cache: CachePlan) -> tuple[Check, ...]:
+    """A note if rows share the pages of a common prefix up to a snapshot only."""
+    if not cache.snapshots:
         return ()
     message = (
-        "inference.share_prefixes: prefixes are not shared: some layers keep a state of fixed size for each row, which "
-        "cannot be taken back to the end of a common prefix"
+        f"inference.share_prefixes: prefixes are shared up to the last of {cache.snapshots:,} snapshots: some layers "
+        "keep a state of fixed size for each row, which is copied at the ends of pages"
     )
     return (Check(name="prompts", status="note", message=message),)
 
