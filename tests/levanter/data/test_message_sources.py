@@ -203,7 +203,7 @@ def test_every_source_and_spelling_gives_the_same_ids(tmp_path, spelling):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_requests_give_the_same_texts(name, spelling):
     """The body of a chat completion, and a line of `generate`, against the record of training."""
-    template = ChatTemplate(text=whole(TEMPLATES[name]), bos_token="", eos_token="")
+    template = ChatTemplate(text=whole(TEMPLATES[name]))
     for record in records_for(name):
         # In a request arguments are text, as in OpenAI's messages.
         body = spelled(record, f"{spelling}, absent")
@@ -272,7 +272,7 @@ WRITES_ARGUMENTS = whole("{% for c in m.tool_calls or [] %}CALL {{ c.function.ar
 @pytest.mark.parametrize("arguments", [{"at": "日本", "n": None}, '{"at":"日本"}'])
 def test_a_template_that_expects_arguments_as_text(text, arguments):
     """Text is written as it is, an object as JSON, not in Python's form."""
-    template = ChatTemplate(text=text, bos_token="", eos_token="")
+    template = ChatTemplate(text=text)
     call = {"function": {"name": "look", "arguments": arguments}}
     expected = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     messages = template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
