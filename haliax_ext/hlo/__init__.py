@@ -19,4 +19,5 @@ from haliax_ext.hlo.replica_groups import Network as Network
 from haliax_ext.hlo.stats import Collective as Collective
 from haliax_ext.hlo.stats import CompiledFigures as CompiledFigures
 from haliax_ext.hlo.stats import Kernel as Kernel
+from haliax_ext.hlo.stats import KernelEstimator as KernelEstimator
 from haliax_ext.hlo.stats import read_figures as read_figures

@@ -80,9 +80,9 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The plain value of `name=value`, without a percent sign; `None` where it is absent."""
-        # A plain value is a word, number or quoted word; values in braces (`replica_groups`, metadata) have readers of
-        # their own.
-        match = re.search(rf"(?:^|[\s,]){name}=%?([\w.\-\"]+)", self.attributes)
+        # A plain value is a word, number or quoted word, which of calls on GPUs has a dollar sign in it; values in
+        # braces (`replica_groups`, metadata) have readers of their own.
+        match = re.search(rf"(?:^|[\s,]){name}=%?([\w.\-\"$]+)", self.attributes)
         return match.group(1).strip('"') if match else None
 
     def called(self) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ its trip count (see `trip_counts`). Nothing is guessed: a loop whose count is no
 `unknown`. Instructions that do work but carry no estimate are listed in `unestimated`, kernels written by hand in
 `kernels` (the compiler sees an opaque call).
 
-*Cycles* are the TPU compiler's own estimates, printed with each fusion. *Bytes* of a collective are those of the
+*Cycles* are the TPU compiler's own estimates, printed with each fusion; a GPU compiler prints none, and the caller may
+estimate each kernel from its work (`kernel_work`) in a unit of its own. *Bytes* of a collective are those of the
 whole array that a group shares or reduces: the result of an all-gather, the operand of a reduce-scatter, all-reduce,
 all-to-all or permute. A collective is *overlapped* as far as other instructions are scheduled between its start and
 its end; their cycles are its `hidden_cycles`, and no cycle hides two collectives that use the same links (the same mesh
@@ -15,6 +16,7 @@ axes, and for a permute the same direction).
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -115,6 +117,7 @@ class CompiledFigures:
         copied_bytes: of `hbm_bytes`, those that instructions without an estimate move, where one of them moves
             `LARGE_COPY` or more: a `reshape` that changes the layout of an array, say, takes as long as its bytes do.
         unknown: sentences about what could not be determined.
+        workspace_bytes: that a library will ask for on the device and that no text states.
     """
 
     cycles: dict[Scope, int]
@@ -125,6 +128,7 @@ class CompiledFigures:
     unestimated: dict[str, int]
     unknown: tuple[str, ...]
     copied_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def total_cycles(self) -> int:
@@ -146,7 +150,21 @@ class CompiledFigures:
         return dict(sums.most_common())
 
 
-def read_figures(text: str, mesh: MeshSpec, *, trips: Mapping[int, int] | None = None) -> CompiledFigures:
+class KernelEstimator(Protocol):
+    """Estimates kernels of a compiler that prints no cycles."""
+
+    def cycles(self, module: Module, computation: Computation, instruction: Instruction) -> tuple[int, int]:
+        """Cycles of one execution, in a unit that the caller chooses, and the bytes that it moves; 0 for a marker."""
+        ...
+
+    def workspace(self, module: Module) -> int:
+        """Bytes that a library will ask for on the device and that the text does not state."""
+        ...
+
+
+def read_figures(
+    text: str, mesh: MeshSpec, *, trips: Mapping[int, int] | None = None, estimate: KernelEstimator | None = None
+) -> CompiledFigures:
     """Reads the optimized text of a program compiled for `mesh`.
 
     Args:
@@ -154,11 +172,12 @@ def read_figures(text: str, mesh: MeshSpec, *, trips: Mapping[int, int] | None =
         mesh: what it was compiled for.
         trips: trip counts to replace. A program that scans 7 layers, read with `{7: 80}`, has the figures of one that
             scans 80, as long as nothing else in it runs 7 times.
+        estimate: of kernels for which the compiler prints none; without it they are listed in `unestimated`.
 
     Raises:
         HloTextError: the text is not that of a compiled module.
     """
-    reader = _Reader(parse_module(text), mesh, trips or {})
+    reader = _Reader(parse_module(text), mesh, trips or {}, estimate)
     reader.visit(reader.module.entry, 1)
     return reader.figures()
 
@@ -185,6 +204,7 @@ class _Reader:
     module: Module
     mesh: MeshSpec
     trips: Mapping[int, int]
+    estimate: KernelEstimator | None = None
     cycles: Counter[Scope] = field(default_factory=Counter[Scope])
     estimates: int = 0
     hbm_bytes: int = 0
@@ -204,6 +224,7 @@ class _Reader:
             unestimated=dict(self.unestimated),
             unknown=tuple(self.unknown),
             copied_bytes=self.copied_bytes,
+            workspace_bytes=0 if self.estimate is None else self.estimate.workspace(self.module),
         )
 
     def visit(self, computation: Computation, times: int) -> int:
@@ -235,6 +256,8 @@ class _Reader:
         # Collectives are counted by `_flights`, and `async-` wrappers with the collective that they wrap.
         if opcode in _FREE or opcode.startswith(KINDS) or opcode.startswith("async-"):
             return 0
+        if self.estimate is not None and instruction.estimated_cycles is None:
+            return self._estimated(computation, instruction, times, self.estimate)
         if opcode == "custom-call":
             if instruction.attribute("custom_call_target") in _KERNEL_TARGETS:
                 self._kernel(computation, instruction, times)
@@ -263,6 +286,23 @@ class _Reader:
         self.estimates += 1
         self.cycles[self._scope(instruction)] += estimate * times
         return estimate
+
+    def _estimated(
+        self, computation: Computation, instruction: Instruction, times: int, estimate: KernelEstimator
+    ) -> int:
+        """The caller's estimate of a kernel, which counts like one of the compiler."""
+        if self._kernel_at(computation, instruction) is not None:
+            # What a hand-written kernel computes does not follow from its shapes.
+            self._kernel(computation, instruction, times)
+            return 0
+        cycles, moved = estimate.cycles(self.module, computation, instruction)
+        # Markers and views of arrays take no time.
+        if not cycles:
+            return 0
+        self.estimates += 1
+        self.hbm_bytes += times * moved
+        self.cycles[self._scope(instruction)] += cycles * times
+        return cycles
 
     def _loop(self, computation: Computation, loop: Instruction, times: int) -> int:
         count = trip_count(self.module, computation, loop)

@@ -19,6 +19,7 @@ from helpers.golden import updating
 
 from levanter.config import load
 from levanter.main.eval_lm import EvalLmConfig, describe
+from levanter.plan.compilers import cuda_plugin
 from levanter.runplan import RunRefused, Target
 
 SLOW = ("make demo",)
@@ -30,6 +31,10 @@ COMPILED = (
     "python -m levanter.main.plan train_lm --config_path config/train/llama_0.78b_64k_v6e-8_as_published.yaml",
 )
 """What the TPU compiler says."""
+COMPILED_FOR_GPUS = (
+    "python -m levanter.main.plan train_lm --config_path config/train/llama2_7b_v4-32.yaml --target h100",
+)
+"""What the GPU compiler says."""
 NOT_RUN = {
     "python -m levanter.main.cache_dataset --config_path config/train/my_run.yaml": "the reader's own file; "
     "tests/levanter/data/test_store.py holds the message",
@@ -41,7 +46,7 @@ ABSENT = re.compile(r"cannot be reached|cannot be asked|HF_HUB_OFFLINE")
 def marked(pair: Pair) -> list[pytest.MarkDecorator]:
     if pair.command in SLOW:
         return [pytest.mark.slow, pytest.mark.timeout(1500)]
-    if pair.command.startswith(COMPILED):
+    if pair.command.startswith((*COMPILED, *COMPILED_FOR_GPUS)):
         return [pytest.mark.aot, pytest.mark.timeout(900)]
     return []
 
@@ -94,6 +99,8 @@ def place() -> Path:
 def test_what_is_pasted_is_printed(pair: Pair):
     if pair.command.startswith(COMPILED):
         pytest.importorskip("libtpu")
+    if pair.command.startswith(COMPILED_FOR_GPUS) and cuda_plugin() is None:
+        pytest.skip("JAX's CUDA plugin is not installed (the `plan-gpu` extra)")
     if pair.command == "make demo" and sys.version_info[:2] != (3, 11):
         pytest.skip("the text is that of Python 3.11")
     output = printed(pair.command)

@@ -35,6 +35,7 @@ from levanter.plan.compile_pool import (
 from levanter.plan.compilers import CompilerMissing as CompilerMissing
 from levanter.plan.compilers import compiler_for, compiler_identity
 from levanter.plan.fingerprint import fingerprint
+from levanter.plan.gpu_kernel_time import kernel_estimate
 from levanter.runplan import RunPlan, Target
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,9 @@ class Compiled:
         addition to inputs and results, so the total counts.
         """
         stated = self.memory.peak if self.coordinates is not None else None
-        return stated or self.memory.total
+        # Of a GPU also what cuDNN will ask for on the device.
+        workspace = 0 if self.figures is None else self.figures.workspace_bytes
+        return stated or self.memory.total + workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +168,7 @@ def compile_programs(
             "kept": None if kept is None or pod is None else {"folder": str(kept.folder), "bytes": kept.max_bytes},
         }
         events = _compiled(request, worker_environment(pod), scratch, on_event)
-        outcomes |= {event["name"]: _outcome(event) for event in events if event["event"] == "outcome"}
+        outcomes |= {event["name"]: _outcome(event, pod) for event in events if event["event"] == "outcome"}
         # `run_workers` passes on one `described` event even where several workers describe the run.
         (described,) = (event["programs"] for event in events if event["event"] == "described")
         # A worker skips names that its plan does not have; so a requested Program may have no outcome.
@@ -258,7 +261,7 @@ def _cached_outcomes(
             (keep_text / f"{name}.hlo.txt").write_text(answer.text)
         # Cached reports leave out name and mesh, since Programs of several names may share an entry.
         event = {**answer.report, "name": name, "mesh": mesh_to_json(plan.mesh), "kept_since": answer.compiled_at}
-        yield name, _outcome(event, answer.text)
+        yield name, _outcome(event, pod, answer.text)
 
 
 def _compiled(
@@ -295,11 +298,12 @@ def devices_here() -> Target:
     return Target(name="local", **{key: value for key, value in event.items() if key != "event"})
 
 
-def _outcome(event: Mapping[str, Any], text: str | None = None) -> Outcome:
+def _outcome(event: Mapping[str, Any], pod: Accelerator | None, text: str | None = None) -> Outcome:
     """Builds the outcome from a worker's report.
 
     Args:
         event: the report.
+        pod: the target; None for the devices of this machine.
         text: of the compiler; by default read from the file that the report names.
     """
     spec = event["mesh"]
@@ -324,7 +328,7 @@ def _outcome(event: Mapping[str, Any], text: str | None = None) -> Outcome:
         name=event["name"],
         mesh=mesh,
         memory=MemoryFigures(**event["memory"]),
-        figures=None if text is None else read_figures(text, mesh),
+        figures=None if text is None else read_figures(text, mesh, estimate=kernel_estimate(pod)),
         text_error=event.get("text_error"),
         coordinates=tuple(map(tuple, coordinates)) if coordinates else None,
         **times,

@@ -9,6 +9,7 @@ is not calibrated*).
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from levanter.hardware import GENERATIONS
 from levanter.hardware.compiler import PUBLISHERS_VECTOR_MEMORY, VECTOR_MEMORY
 
 CALIBRATED: Mapping[str, tuple[float, float]] = {"v4": (6.7e9, 69e9), "v5p": (6.7e9, 406e9), "v6e": (8.0e9, 406e9)}
@@ -33,6 +34,9 @@ published loads that calibrate decoding best (`benchmarks/published_decode.py`).
 which stands for vector memory that they lack and that these Programs have; where nothing is here, theirs is taken."""
 
 
+GPUS = tuple(generation.name for generation in GENERATIONS if generation.gpu is not None)
+
+
 def kernel_efficiency(head_size: int) -> float:
     """The share of a chip's peak that attention kernels reach, by the features of a head."""
     return WIDE_EFFICIENCY if head_size >= WIDE_HEAD else KERNEL_EFFICIENCY
@@ -51,6 +55,14 @@ class TimeCalibration:
     reason: str = ""
     spread: tuple[float, float] = (1.0, 1.0)
     estimate: bool = False
+
+
+GPU_CALIBRATION = TimeCalibration(
+    reason="kernels are estimated from their FLOPs and bytes, since the GPU compiler states no times: the shares of a "
+    "card's rates are those of a few published runs of other code, whose kernels are tuned on the device",
+    spread=(0.75, 1.35),
+)
+"""Of times of Programs that are compiled for GPUs."""
 
 
 def untested_options_calibration(trained: TimeCalibration, generation: str) -> TimeCalibration:
@@ -112,6 +124,8 @@ def calibration(generation: str, parameters: float | None) -> TimeCalibration:
         generation: its name.
         parameters: of the model; None where that is not known.
     """
+    if generation in GPUS:
+        return GPU_CALIBRATION
     sizes = CALIBRATED.get(generation)
     if sizes is None:
         return TimeCalibration(

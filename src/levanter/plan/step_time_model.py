@@ -24,6 +24,7 @@ from haliax_ext.hlo import Collective, CompiledFigures, Kernel, Shape
 from levanter.hardware import Accelerator
 from levanter.plan.calibration import TimeCalibration, calibration, kernel_efficiency
 from levanter.plan.comms import Network
+from levanter.plan.gpu_kernel_time import TICKS, kernel_shares
 from levanter.plan.kernel_cost import kernel_cost
 
 # Seconds that a second of estimated cycles takes, by generation: fitted so that the modelled step time of one published
@@ -178,7 +179,9 @@ def step_time(
         The range; `None` where the compiler states no cycles or the clock is not known.
     """
     pod = network.accelerator
-    clock = pod.generation.clock_hz
+    is_gpu = pod.generation.gpu is not None
+    # Kernels of GPUs are estimated in ticks, in the place of a compiler's cycles.
+    clock = TICKS if is_gpu else pod.generation.clock_hz
     if not figures.has_cycles or clock is None:
         return None
     unknown = list(figures.unknown)
@@ -204,7 +207,8 @@ def step_time(
         unknown.append(f"{_executions(times)} of {opcode}: the compiler gives no estimate")
     # Without keys that travel, kernels are not credited with hiding collectives: the scales were fitted that way.
     hides = attention_seconds if attended is not None else lambda _: 0.0
-    links, silent = _link_uses(figures.collectives, network, clock, hides)
+    share = kernel_shares(pod).links if is_gpu else 1.0
+    links, silent = _link_uses(figures.collectives, network, clock, hides, share)
     return StepTime(
         cycles=figures.total_cycles / clock,
         cycle_scale=CYCLE_SCALE.get(pod.generation.name, 1.0),
@@ -228,6 +232,7 @@ def _link_uses(
     network: Network,
     clock: float,
     of_kernel: Callable[[Kernel], float],
+    share: float,
 ) -> tuple[tuple[LinkUse, ...], list[str]]:
     spare_seconds: dict[str, float] = {}
     busy: dict[tuple[str, str], float] = defaultdict(float)
@@ -241,6 +246,7 @@ def _link_uses(
         if seconds is None:
             silent.append(f"{collective.kind} over {collective.over} ({collective.network}): its bandwidth is unknown")
             continue
+        seconds /= share
         busy[key] += collective.times * seconds
         # What remains of a collective after the operations scheduled between its start and its end.
         bare = max(0.0, seconds - collective.hidden_cycles / clock)

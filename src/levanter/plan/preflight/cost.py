@@ -71,10 +71,7 @@ def cost_stage(
                 needed = OutOfMemory(needed=most, available=limit, allocations=(), message="")
                 verdict = replace(verdict, why_not=explain_oom(needed, plan, budget, program=program.name))
             # Programs without a workload run once, and their time is negligible.
-            if pod is not None and pod.generation.platform == "gpu":
-                # The GPU compiler prints no cycles: its times are those of arithmetic.
-                verdict = _estimated(verdict, plan, pod)
-            elif pod is not None and (workload is not None or not workloads):
+            if pod is not None and (workload is not None or not workloads):
                 verdict = _timed(verdict, outcome, pod, plan)
         verdicts.append(verdict)
     timed = [f"{v.name} {span_text(v.time.low, v.time.high)}" for v in verdicts if v.time is not None]

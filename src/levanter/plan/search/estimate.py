@@ -297,7 +297,7 @@ def estimate_layout(
 
 def _context_parallel_cost(subject: SearchSubject, pod: Accelerator) -> ContextParallelCost | None:
     """The cost function by which `attention_mapping: auto` chooses on a pod, the same as in a run."""
-    if not pod.can_compile:
+    if pod.generation.platform != "tpu":
         return None
     return ContextParallelCost(
         accelerator=pod, backward=subject.training, itemsize=subject.compute_bytes, attended=subject.attended
