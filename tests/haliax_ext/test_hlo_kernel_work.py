@@ -101,8 +101,8 @@ def test_the_workspace_that_only_a_device_can_state():
 class Estimates:
     """A hundred cycles for what makes products of matrices, and one for the rest."""
 
-    def cycles(self, *instruction) -> tuple[int, int]:
-        found = kernel_work(*instruction)
+    def cycles(self, module, computation, instruction) -> tuple[int, int]:
+        found = kernel_work(module, computation, instruction)
         return 100 if found.kind == "matmul" else min(1, found.nbytes), found.nbytes
 
     def workspace(self, module) -> int:
