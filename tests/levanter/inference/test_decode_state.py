@@ -97,6 +97,7 @@ def test_prompts_that_begin_alike_begin_with_a_snapshot():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn_models_caches_and_meshes(seed):
     """Layers, pages, calls, snapshots and meshes drawn by a seed; prompts of which many begin alike."""
