@@ -217,3 +217,22 @@ def test_checkpoints_that_not_all_hosts_see_are_refused(tmp_path, inputs):
         assert [each.code for each in ended] == [2, 2]
     assert "the checkpoint to resume from differs between processes" in ended[0].output
     assert "base_path must be storage that all hosts see" in ended[0].output
+
+
+@pytest.mark.slow
+def test_two_processes_sample_as_one(tmp_path, inputs):
+    """Samples between steps: process 0 has the engine, the others its calls; also by a tokenizer without files."""
+    keys = {"sample_prompts": ["1 4 9", "16 25 36 49"], "sample_every": 1}
+    generation = {"sampling": {"temperature": 0, "max_tokens": 6}, "max_rows": 8}
+    found = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        trainer = {"log_dir": str(folder / "logs")}
+        command = inputs.train_lm(folder, steps=2, generation=generation, trainer=trainer, **keys)
+        run_together(folder, count, command, devices=8 // count, cache=inputs.cache)
+        paths = sorted((folder / "logs" / "run" / "samples").iterdir())
+        found.append(
+            {path.name: [json.loads(line)["tokens"] for line in path.read_text().splitlines()] for path in paths}
+        )
+    assert found[0].keys() == {"step-1.jsonl", "step-2.jsonl"} and found[0] == found[1]
+    assert all(len(tokens) == 6 for texts in found[0].values() for tokens in texts)

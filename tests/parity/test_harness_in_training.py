@@ -40,8 +40,8 @@ BLOCK = {
 def without_lm_evals_own():
     """Reading the 14,000 names that lm_eval has takes longer than all of this."""
     with pytest.MonkeyPatch.context() as patch:
-        made = tasks._Manager._made
-        patch.setattr(tasks._Manager, "_made", lambda self, *, defaults: made(self, defaults=False))
+        create = tasks._Manager._create_manager
+        patch.setattr(tasks._Manager, "_create_manager", lambda self, *, defaults: create(self, defaults=False))
         yield
 
 
@@ -176,6 +176,32 @@ def test_a_resumed_run_asks_on(tmp_path):
             assert [len(each) for each in one.values()] == [len(each) for each in other.values()]
 
 
+def test_texts_between_steps_are_those_of_the_export(tmp_path):
+    """A task that generates: every text is that of `eval_harness` over the exported model, one engine for all."""
+    base = tiny_llama(tmp_path / "base")
+    block = {**BLOCK, "task_spec": ["made_sums", "made_letters"], "max_length": 64}
+    changes = {"hf_save_path": str(tmp_path / "exports"), "hf_save_steps": 2, "eval_harness": block}
+    sampling = {"temperature": 0.0, "max_tokens": 8}
+    samples = {"sample_prompts": ["the cat"], "sample_every": 2, "generation": {"sampling": sampling}}
+    words = document(tmp_path / "run", base, steps=2, **changes, **samples)
+    assert run_entry_point(TrainLmConfig, train_lm.main, words) == 0
+    by_step = answers(tmp_path / "run" / "logs" / "run" / "harness" / "step-2")
+    assert by_step.keys() == {"made_sums", "made_letters"}
+    assert any(text for resps in by_step["made_sums"] for text in resps[0]), "empty texts say nothing"
+    alone = {
+        "hf_checkpoint": str(tmp_path / "exports" / "run" / "step-2"),
+        "eval_harness": block,
+        "output_path": str(tmp_path / "out"),
+        "trainer": {"mp": "f32", "tracker": [], "mesh": MESH},
+    }
+    (tmp_path / "harness.json").write_text(json.dumps(alone))
+    assert run_entry_point(EvalHarnessConfig, eval_harness.main, ["--config_path", str(tmp_path / "harness.json")]) == 0
+    exported = answers(tmp_path / "out")
+    assert exported["made_sums"] == by_step["made_sums"]
+    of_letters = [{"made_letters": found["made_letters"]} for found in (exported, by_step)]
+    assert numbers(of_letters[0]) == pytest.approx(numbers(of_letters[1]), abs=1e-4, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("block", "said"),
     [
@@ -183,7 +209,6 @@ def test_a_resumed_run_asks_on(tmp_path):
             {"task_spec": ["made_leters"]},
             "made_leters: no task, group or tag of this name; did you mean `made_letters`",
         ),
-        ({"task_spec": ["made_sums"]}, "tasks generate text (generate_until)"),
         (
             {"apply_chat_template": True, "max_length": 4, "task_spec": ["made_endings"]},
             "made_endings, document 0: the",

@@ -68,9 +68,9 @@ class InferenceConfig(Ranged):
         problems = []
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
             known = ", ".join(CACHE_DTYPES)
-            problems.append(f"inference.cache_dtype: one of {known}, or null; got {self.cache_dtype!r}")
+            problems.append(f"{self.range_prefix}cache_dtype: one of {known}, or null; got {self.cache_dtype!r}")
         if self.pages is not None and self.allocation == "fixed":
-            problems.append("inference.pages: only a paged cache has a number of pages (allocation: paged)")
+            problems.append(f"{self.range_prefix}pages: only a paged cache has a number of pages (allocation: paged)")
         if problems:
             raise ValueError("\n".join(problems))
 

@@ -35,7 +35,7 @@ SampledArrays: TypeAlias = Mapping[str, jax.Array]
 
 
 class Runner(Protocol):
-    """The two calls of a decode loop; see `DeviceRunner` for their arguments and results."""
+    """The calls of a decode loop; see `DeviceRunner` for their arguments and results."""
 
     @property
     def programs(self) -> GenerationPrograms:
@@ -63,6 +63,10 @@ class Runner(Protocol):
         """Samples the next tokens of rows."""
         ...
 
+    def update(self, model: PyTree) -> None:
+        """Takes other weights, and forgets the cache and the rows."""
+        ...
+
 
 class DeviceRunner:
     """Runs the Programs of a model on a mesh, and holds its cache and the state of its rows.
@@ -76,10 +80,7 @@ class DeviceRunner:
 
     def __init__(self, programs: GenerationPrograms, mesh: Mesh, model: PyTree, *, jit: Jit = Program.jit):
         self._programs = programs
-        self._mesh, self._model, self._jit = mesh, model, jit
-        # A call takes place for every token: the model, with hundreds of leaves, is flattened once instead of in each
-        # call.
-        self._flat_model = Flat.of(model)
+        self._mesh, self._jit = mesh, jit
         # A single CPU reads host arrays in place, so inputs need not be copied to a device.
         self._on_host = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
         self._calls: dict[str, Callable[..., PyTree]] = {}
@@ -90,8 +91,28 @@ class DeviceRunner:
         self._params: dict[int, tuple[list[SlotSampling | None], dict[str, np.ndarray]]] = {}
         # How many ids before the tokens of a call the model reads.
         self._earlier = programs.cache.earlier_token_ids
-        cache, state = self._call(programs.start)
+        self.update(model)
+
+    def update(self, model: PyTree) -> None:
+        """Takes other weights, and begins with an empty cache and unused rows.
+
+        Keys and values of other weights mean nothing to these, so none is kept; the caller forgets which page had which
+        tokens (`Engine.update`).
+
+        Args:
+            model: the model on the devices, of the same shapes and shardings.
+        """
+        # A call takes place for every token: the model, with hundreds of leaves, is flattened once instead of in each
+        # call.
+        self._flat_model = Flat.of(model)
+        # The last cache is freed before the next one is allocated: both together are not planned.
+        self._cache = self._state = Flat({})
+        cache, state = self._call(self._programs.start)
         self._cache, self._state = Flat.of(cache), Flat.of(state)
+
+    def release(self) -> None:
+        """Frees the model, the cache and the rows on the devices; only `update` may be called next."""
+        self._flat_model = self._cache = self._state = Flat({})
 
     @property
     def programs(self) -> GenerationPrograms:
@@ -384,6 +405,18 @@ class Engine:
             yield from self.step()
             if self.idle and waits is None:
                 return
+
+    def update(self, model: PyTree) -> None:
+        """Continues with other weights: forgets all pages, and the prefixes that were found in them.
+
+        Args:
+            model: the model on the devices, of the same shapes and shardings.
+        """
+        assert self.idle, "the weights of an engine change between texts, not within one"
+        self.device.update(model)
+        # A page of the last weights that were found for a prefix would give the text of a model that is gone.
+        self._state = self.schedule.start()
+        self._conforming, self._lost, self._sampled = {}, {}, {}
 
     def offer(self, request: Request) -> None:
         """Puts a request into the queue.

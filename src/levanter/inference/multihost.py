@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from haliax_ext.pytree import PyTree
 from levanter.distributed.broadcast import ReceiveFrame, SendFrame, receive_message, send_message
 from levanter.inference.engine import Masks, Runner, SampledArrays
 from levanter.inference.programs import GenerationPrograms, PromptScores, ScorePromptFn
@@ -138,6 +139,12 @@ class LeaderRunner:
         row_fields = [[row.slot, row.start, row.tokens] for row in rows]
         self._broadcast_call("decode", tables, sampling, masks, rows=row_fields)
         return self._rows.decode(rows, tables, sampling, masks)
+
+    def update(self, model: PyTree) -> None:
+        """See `DeviceRunner.update`. Every process makes the model, and updates its runner itself."""
+        self._rows.update(model)
+        # The followers of the next calls know neither tables nor sampling parameters.
+        self._changes = _ChangeTracker()
 
     def score(self, tokens: Sequence[int], top: int) -> PromptScores:
         """Scores a prompt; see `PromptScorer`."""

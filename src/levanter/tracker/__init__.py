@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from levanter.tracker.base import Metrics as Metrics
+from levanter.tracker.base import MetricsTable as MetricsTable
 from levanter.tracker.base import NoopConfig as NoopConfig
 from levanter.tracker.base import NoopTracker as NoopTracker
 from levanter.tracker.base import Tracker as Tracker

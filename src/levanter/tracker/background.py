@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from levanter.tracker.base import Metrics, Tracker, as_plain
+from levanter.tracker.base import Metrics, Tracker, as_plain, detached
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class BackgroundTracker(Tracker):
         self._put(lambda: self.tracker.log_hyperparameters(plain))
 
     def log(self, metrics: Metrics, *, step: int | None, commit: bool | None = None) -> None:
-        plain = as_plain(metrics)
+        plain = detached(metrics)
         self._put(lambda: self.tracker.log(plain, step=step, commit=commit))
 
     def log_summary(self, metrics: Metrics) -> None:

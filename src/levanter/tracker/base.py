@@ -21,6 +21,36 @@ from levanter.io import Output
 Metrics = Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class MetricsTable:
+    """A metric that is a table of texts and numbers; services show it as one, files get its records.
+
+    Attributes:
+        columns: the names of the columns.
+        rows: the values of each row, in the order of the columns.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | int | float | None, ...], ...]
+
+    @property
+    def records(self) -> list[dict[str, Json]]:
+        """The rows as objects."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    @property
+    def markdown(self) -> str:
+        """The table in Markdown; line breaks and bars of a value do not break its row."""
+        lines = [self.columns, ("---",) * len(self.columns), *self.rows]
+        return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    # Markdown ends a cell at a bar and a row at a line break.
+    text = "" if value is None else str(value)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\r", "").replace("\n", "<br>")
+
+
 class Tracker(abc.ABC):
     """Receives what a run reports. Every method may be called until `finish`, which ends the tracker."""
 
@@ -114,6 +144,8 @@ def as_plain(value: object) -> Json:
     """
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
+    if isinstance(value, MetricsTable):
+        return as_plain(value.records)
     if isinstance(value, Mapping):
         return {str(key): as_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -125,6 +157,11 @@ def as_plain(value: object) -> Json:
             array = array.astype(np.float32)
         return array.item() if array.size == 1 else array.tolist()
     return str(value)
+
+
+def detached(metrics: Metrics) -> dict[str, Any]:
+    """Metrics that no later change of an array affects: `as_plain`, except for tables, which never change."""
+    return {str(name): value if isinstance(value, MetricsTable) else as_plain(value) for name, value in metrics.items()}
 
 
 @overload

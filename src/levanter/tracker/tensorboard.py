@@ -14,7 +14,7 @@ from levanter.config.validators import Count, PositiveInt
 from levanter.io import Output
 from levanter.io.names import name_problem
 from levanter.io.paths import is_remote, join, local_path
-from levanter.tracker.base import Metrics, Tracker, TrackerConfig, as_json, as_plain
+from levanter.tracker.base import Metrics, MetricsTable, Tracker, TrackerConfig, as_json, as_plain
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class TensorboardTracker(Tracker):
-    """Writes event files: numbers as scalars, strings as text, lists of numbers as histograms."""
+    """Writes event files: numbers as scalars, strings and tables as text, lists of numbers as histograms."""
 
     name = "tensorboard"
 
@@ -64,7 +64,11 @@ class TensorboardTracker(Tracker):
             self.writer.close()
 
     def _add(self, metrics: Metrics, step: int) -> None:
-        for name, value in flatten(as_plain(metrics)):
+        # `as_plain` would flatten a table into lists of one column's values.
+        for name, table in ((name, value) for name, value in metrics.items() if isinstance(value, MetricsTable)):
+            self.writer.add_text(name, table.markdown, step)
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, MetricsTable)}
+        for name, value in flatten(as_plain(numbers)):
             # After `as_plain` every number is one of Python's, of arrays of one element too.
             if isinstance(value, (bool, int, float)):
                 self.writer.add_scalar(name, value, step)

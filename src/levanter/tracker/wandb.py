@@ -21,7 +21,7 @@ from levanter.io.atomic import atomic_write
 from levanter.io.names import name_problem
 from levanter.io.paths import join
 from levanter.tracker.background import BackgroundTracker
-from levanter.tracker.base import Metrics, NoopTracker, Tracker, TrackerConfig, as_json, as_plain
+from levanter.tracker.base import Metrics, MetricsTable, NoopTracker, Tracker, TrackerConfig, as_json, as_plain
 
 if TYPE_CHECKING:
     import wandb
@@ -69,9 +69,13 @@ class WandbTracker(Tracker):
                 )
                 self._warned_about_steps = True
             return
-        plain = as_plain(metrics)
+        tables = {name: value for name, value in metrics.items() if isinstance(value, MetricsTable)}
+        plain = as_plain({name: value for name, value in metrics.items() if name not in tables})
         self._summary.update(plain)
-        self.run.log(plain, step=step, commit=commit)
+        # A table is an object of the service; it stays out of the summary that is replicated.
+        # Made here, in the tracker's thread: the service is imported by then.
+        objects = {name: _wandb_table(table) for name, table in tables.items()}
+        self.run.log({**plain, **objects}, step=step, commit=commit)
 
     def log_summary(self, metrics: Metrics) -> None:
         plain = as_plain(metrics)
@@ -93,6 +97,12 @@ class WandbTracker(Tracker):
             record = {"config": as_json(self._config), "summary": as_json(self._summary)}
             with atomic_write(join(self._replicate_path, "tracker_metrics.jsonl")) as file:
                 file.write((json.dumps(record, sort_keys=True) + "\n").encode())
+
+
+def _wandb_table(table: MetricsTable) -> "wandb.Table":
+    import wandb
+
+    return wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
 
 
 @TrackerConfig.register_subclass("wandb")

@@ -1,7 +1,7 @@
 """Loads a model and starts its engine: shared by `generate`, its terminal and `inference_repl`."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -10,18 +10,12 @@ from haliax_ext.abstract import with_arrays
 from haliax_ext.load_progress import LoadReport
 from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.model.pretrained import load_pretrained
-from levanter.distributed.barrier import current_peers
+from levanter.commands.model.text_generator import process_engine
 from levanter.distributed.compile_barrier import jit_together
 from levanter.inference.engine import DeviceRunner, Engine
-from levanter.inference.multihost import LeaderRunner, run_follower
 from levanter.inference.programs import PromptScorer, ScorePromptFn
 from levanter.inference.prompts import PromptReader
 from levanter.inference.scheduler import Schedule
-
-WAIT_SECONDS = 30 * 24 * 3600.0
-"""How long a process waits for the next call of process 0: an idle terminal sends none. Lost processes are detected
-separately."""
-_CALLS = "the next call"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,21 +57,6 @@ def running(
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
     rows = DeviceRunner(work.programs, mesh, model, jit=jit_together)
     scorer = PromptScorer(work.programs.score, mesh, model, jit=jit_together) if work.programs.score else None
-    peers = current_peers()
-    # A single process: calls go to the devices directly.
-    if peers is None:
-        engine = Engine(rows, schedule, constraints=reader.constraints)
-        yield LoadedEngine(loading=loaded.report, engine=engine, score=scorer)
-    elif peers.process == 0:
-        # Each call of process 0 is broadcast as text before it runs, so that all processes execute the same Programs in
-        # order.
-        leading = LeaderRunner(rows, lambda text: peers.follow(_CALLS, lambda: text), scorer)
-        engine = Engine(leading, schedule, constraints=reader.constraints)
-        yield LoadedEngine(loading=loaded.report, engine=engine, score=leading.score if scorer else None)
-        # Releases the followers; without it they would wait for another call.
-        leading.end()
-    else:
-        # Returns when process 0 has ended; only then is the body of the `with` statement executed here.
-        with following or nullcontext():
-            run_follower(rows, lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS), scorer)
-        yield LoadedEngine(loading=loaded.report, engine=None, score=None)
+    engine = process_engine(rows, schedule, constraints=reader.constraints, scorer=scorer, following=following)
+    with engine as started:
+        yield LoadedEngine(loading=loaded.report, engine=started.engine, score=started.score)

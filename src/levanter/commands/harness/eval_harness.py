@@ -9,6 +9,7 @@ a table that every process executes; lm_eval computes metrics from the answers.
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -25,28 +26,21 @@ from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.harness.plan import NAME, HarnessWork, describe
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.commands.model.scoring_common import result_output
+from levanter.commands.model.text_generator import ProcessEngine, TextGenerator, process_engine
 from levanter.config import ExplicitKeys
-from levanter.distributed.barrier import current_peers, is_process_0
-from levanter.distributed.broadcast import WAIT_SECONDS
+from levanter.distributed.barrier import is_process_0
 from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.harness import results
 from levanter.eval.harness.broadcast import follow_process_0, lead_processes
 from levanter.eval.harness.driver import run_tasks, select_samples
 from levanter.eval.harness.encoding import HarnessError
-from levanter.eval.harness.generation import Continuation
 from levanter.eval.harness.page import harness_page
 from levanter.eval.harness.results import Sample, parse_samples, read_run
 from levanter.eval.harness.scoring import Scorer
 from levanter.eval.harness.significance import Difference, compare, differences_table
-from levanter.inference.detokenizer import ChoiceText
-from levanter.inference.engine import DeviceRunner, Engine, make_schedule
-from levanter.inference.multihost import LeaderRunner, run_follower
-from levanter.inference.prompts import end_of_text_ids
-from levanter.inference.requests import ChoiceId, Failed, Request, SamplingParams, Token, merge_stop_ids
-from levanter.io import Output, Progress, join
+from levanter.inference.engine import DeviceRunner, make_schedule
+from levanter.io import Output, join
 from levanter.runplan import OK, EntryPoint, RunPlan, Session
-
-_CALLS = "the next call of a text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,84 +60,6 @@ class HarnessResult:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TextGenerator:
-    """Generates text with the engine; its cache exists while a list of prompts is answered, and is freed afterwards.
-
-    Attributes:
-        work: the plan of generation.
-        mesh: the devices.
-        model: the weights.
-        show: whether progress is shown.
-    """
-
-    work: GenerateWork
-    mesh: Mesh
-    model: PyTree
-    show: bool
-
-    def __call__(self, prompts: Sequence[Continuation]) -> list[str]:
-        """The generated text for each prompt, without the stop string."""
-        requests, unfinished, limits = [], {}, {}
-        schedule = make_schedule(self.work.programs, share_prefixes=self.work.config.inference.share_prefixes)
-        tokenizer = self.work.pretrained.tokenizer
-        for n, prompt in enumerate(prompts):
-            requests.append(self._request(n, prompt))
-            # One stream of text for each request; the entry is deleted when its text ends.
-            unfinished[str(n)] = ChoiceText.for_request(requests[-1], tokenizer.stream(), limit=prompt.max_tokens)
-            limits[str(n)] = prompt.max_tokens
-        texts: dict[str, list[str]] = {request.id: [] for request in requests}
-        runner = self._runner()
-        peers = current_peers()
-        # Process 0 broadcasts each device call before it runs; a single process needs no leader.
-        leader = None if peers is None else LeaderRunner(runner, lambda text: peers.follow(_CALLS, lambda: text))
-        engine = Engine(runner if leader is None else leader, schedule)
-        with Progress("writing texts", total=len(requests), unit="texts", show=self.show) as progress:
-            for event in engine.run(requests):
-                name = event.of.request
-                # An answer that is missing would change a metric silently, so one failed text ends the run.
-                if isinstance(event, Failed):
-                    raise HarnessError(f"text {int(name) + 1} of {len(requests)}: {event.error}")
-                # The engine may deliver tokens of a text whose stop string was found already.
-                if name not in unfinished or not isinstance(event, Token):
-                    continue
-                piece = unfinished[name].push(event.id)
-                texts[name].append(piece.text)
-                if piece.reason is not None:
-                    # Stop strings are known on the host only; the slot is freed for the next request.
-                    engine.cancel(ChoiceId(name, 0))
-                    del unfinished[name]
-                    progress.advance(1)
-        assert not unfinished, f"{len(unfinished)} texts are unfinished"
-        # Releases the followers, which wait for the next call otherwise.
-        if leader is not None:
-            leader.end()
-        return ["".join(texts[request.id]) for request in requests]
-
-    def follow(self) -> None:
-        """Executes the same engine calls as process 0, until it releases the engine."""
-        peers = current_peers()
-        assert peers is not None
-        run_follower(self._runner(), lambda: peers.follow(_CALLS, lambda: "", seconds=WAIT_SECONDS))
-
-    def _runner(self) -> DeviceRunner:
-        return DeviceRunner(self.work.programs, self.mesh, self.model, jit=jit_together)
-
-    def _request(self, n: int, prompt: Continuation) -> Request:
-        # Deterministic, and different for each request.
-        seed = prompt.seed if prompt.seed is not None else self.work.config.trainer.seed + n
-        # lm_eval's tasks expect greedy decoding unless they set a temperature.
-        sampling: dict[str, Any] = {"temperature": 0.0, **prompt.sampling}
-        params = SamplingParams(**sampling, max_tokens=prompt.max_tokens, stop=prompt.until, seed=seed)
-        return Request(
-            id=str(n),
-            tokens=tuple(prompt.tokens.tolist()),
-            params=params,
-            seed=seed,
-            stop_ids=merge_stop_ids(params, end_of_text_ids(self.work.pretrained.tokenizer)),
-        )
-
-
 def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | None = None) -> HarnessResult:
     """Loads the model and evaluates it; only Programs of `plan` are executed."""
     assert mesh is not None, "models run on devices"
@@ -152,7 +68,7 @@ def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | No
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
     scorer = Scorer(programs=work.programs, mesh=mesh, model=model, cost=work.cost)
-    texts = None if work.texts is None else TextGenerator(work=work.texts, mesh=mesh, model=model, show=show)
+    texts = None if work.texts is None else _text_generator(work.texts, mesh, model, show=show)
     began = time.perf_counter()
     if not is_process_0():
         follow_process_0(scorer, _nothing if texts is None else texts.follow)
@@ -161,6 +77,14 @@ def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | No
     with lead_processes():
         results, samples = _run_lm_eval(plan, scorer, texts, show=show)
     return HarnessResult(results=results, samples=samples, loading=loaded.report, seconds=time.perf_counter() - began)
+
+
+def _text_generator(work: GenerateWork, mesh: Mesh, model: PyTree, *, show: bool) -> TextGenerator:
+    def engine() -> AbstractContextManager[ProcessEngine]:
+        rows = DeviceRunner(work.programs, mesh, model, jit=jit_together)
+        return process_engine(rows, make_schedule(work.programs, share_prefixes=work.config.inference.share_prefixes))
+
+    return TextGenerator(engine=engine, tokenizer=work.pretrained.tokenizer, seed=work.config.trainer.seed, show=show)
 
 
 def _nothing() -> None:

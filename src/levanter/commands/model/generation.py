@@ -23,7 +23,7 @@ from levanter.inference.config import CHUNK, InferenceConfig
 from levanter.inference.kv_cache import KIND_NAMES, CachePlan, plan_cache
 from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
 from levanter.mesh import ResolvedMesh
-from levanter.mesh.config import DEFAULT_BATCH_AXES
+from levanter.mesh.config import DEFAULT_BATCH_AXES, MeshConfig
 from levanter.models.base import Decodes
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
@@ -186,25 +186,28 @@ def whole_parameters(trainer: TrainerConfig, written: ExplicitKeys) -> tuple[Tra
     # A placement that the user wrote is not changed.
     if "embed" in mesh.param_mapping and "trainer.mesh.param_mapping" in written:
         return trainer, ()
+    note = "trainer.mesh.param_mapping: embed is whole on every device, so that no token waits for gathered weights"
+    return replace(trainer, mesh=with_whole_embed(mesh)), (note,)
+
+
+def with_whole_embed(mesh: MeshConfig) -> MeshConfig:
+    """The mesh with parameters that are whole along `embed`."""
     rules = {**mesh.param_mapping, "embed": None}
     # Parameters that lie whole on the batch axes are intended here, so they are no finding of silent replication.
-    allowed = [*mesh.allow_replicated, *DEFAULT_BATCH_AXES]
-    changed = replace(mesh, param_mapping=rules, allow_replicated=allowed)
-    note = "trainer.mesh.param_mapping: embed is whole on every device, so that no token waits for gathered weights"
-    return replace(trainer, mesh=changed), (note,)
+    return replace(mesh, param_mapping=rules, allow_replicated=[*mesh.allow_replicated, *DEFAULT_BATCH_AXES])
 
 
 def _checks(
     model: PlacedModel, inference: InferenceConfig, cache: CachePlan, why: str, target: Target
 ) -> tuple[Check, ...]:
     """The checks of the engine; `why` explains the number of rows."""
-    checks = [*_length_checks(cache.max_seq_len, model.config), *_tile_notes(cache, target)]
-    checks += _slow_cache_notes(cache, target)
+    checks = [*_length_checks(inference, cache.max_seq_len, model.config)]
+    checks += [*_tile_notes(inference, cache, target), *_slow_cache_notes(inference, cache, target)]
     checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
     checks.append(Check(name="cache", status="ok", message=str(cache)))
     checks += [Check(name="rows", status="note", message=why)] if why else []
     checks += [Check(name="cache", status="error", message=str(e), error=e) for e in cache.sharding.errors]
-    return (*checks, *_chunk_notes(inference, cache, target), *_prefix_notes(cache))
+    return (*checks, *_chunk_notes(inference, cache, target), *_prefix_notes(inference, cache))
 
 
 def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -> tuple[Check, ...]:
@@ -213,19 +216,19 @@ def _chunk_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -
     if inference.prefill_chunk != "auto" or (chunk := inference.chunk(rows, platform=target.platform)) == CHUNK:
         return ()
     message = (
-        f"inference.prefill_chunk: auto is {chunk}: on CPUs a call takes as long as it has tokens, and {rows} rows get "
-        "theirs between two of them"
+        f"{inference.range_prefix}prefill_chunk: auto is {chunk}: on CPUs a call takes as long as it has tokens, and "
+        f"{rows} rows get theirs between two of them"
     )
     return (Check(name="prompts", status="note", message=message),)
 
 
-def _prefix_notes(cache: CachePlan) -> tuple[Check, ...]:
+def _prefix_notes(inference: InferenceConfig, cache: CachePlan) -> tuple[Check, ...]:
     """A note if rows share the pages of a common prefix up to a snapshot only."""
     if not cache.snapshots:
         return ()
     message = (
-        f"inference.share_prefixes: prefixes are shared up to the last of {cache.snapshots:,} snapshots: some layers "
-        "keep a state of fixed size for each row, which is copied at the ends of pages"
+        f"{inference.range_prefix}share_prefixes: prefixes are shared up to the last of {cache.snapshots:,} snapshots: "
+        "some layers keep a state of fixed size for each row, which is copied at the ends of pages"
     )
     return (Check(name="prompts", status="note", message=message),)
 
@@ -261,19 +264,19 @@ def _programs(model: PlacedModel, cache: CachePlan, inference: InferenceConfig, 
     return generation_programs(served, cache, prefill=prefill, steps=inference.steps, score=score)
 
 
-def _length_checks(length: int, model: LmConfig) -> list[Check]:
+def _length_checks(inference: InferenceConfig, length: int, model: LmConfig) -> list[Check]:
     """Refuses or notes rows that are longer than the trained context."""
     if length <= model.max_seq_len:
         return []
-    message = f"inference.max_seq_len: {length:,} positions"
-    return context_length_checks(model, message, name="rows", advice="inference.max_seq_len:")
+    key = f"{inference.range_prefix}max_seq_len:"
+    return context_length_checks(model, f"{key} {length:,} positions", name="rows", advice=key)
 
 
-def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
+def _tile_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -> list[Check]:
     """A note if the pages of a TPU's cache do not fill its tiles."""
     if target.platform != "tpu" or cache.page_size % TILE == 0:
         return []
-    key = "inference.max_seq_len" if cache.allocation == "fixed" else "inference.page_size"
+    key = inference.range_prefix + ("max_seq_len" if cache.allocation == "fixed" else "page_size")
     message = (
         f"{key}: {cache.page_size:,} positions do not fill tiles of {TILE}: a decode step of 70B on v6e-8 had 2.4 "
         f"times the cycles with 1,500 that it had with 1,536; "
@@ -282,14 +285,14 @@ def _tile_notes(cache: CachePlan, target: Target) -> list[Check]:
     return [Check(name="cache", status="note", message=message)]
 
 
-def _slow_cache_notes(cache: CachePlan, target: Target) -> list[Check]:
+def _slow_cache_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -> list[Check]:
     """A note on the cost of a bfloat16 cache on CPUs."""
     if target.platform != "cpu" or cache.dtype.name != "bfloat16":
         return []
     message = (
-        "inference.cache_dtype: bfloat16: XLA for CPUs converts the entire cache and back for what each layer writes, "
-        "which takes a hundred times as long as the rest of a step; float32, the default here, and float16 are "
-        "written in place"
+        f"{inference.range_prefix}cache_dtype: bfloat16: XLA for CPUs converts the entire cache and back for what each "
+        "layer writes, which takes a hundred times as long as the rest of a step; float32, the default here, and "
+        "float16 are written in place"
     )
     return [Check(name="cache", status="note", message=message)]
 
@@ -338,13 +341,14 @@ def _plan_slots(
     """
     if inference.max_rows != "auto":
         return make(inference.max_rows), ""
+    key = f"{inference.range_prefix}max_rows"
     shards, configured = model.resolved.batch_ways, model.hbm_bytes
     least = make(shards)
     limit = target.limit_bytes if configured is None else configured
     if limit is None:
         raise ValueError(
-            f"inference.max_rows: auto: the memory of a device of {target.name} is not known, so neither is "
-            f"how many rows it holds\n  → inference.max_rows: {max(8 // shards, 1) * shards}, or trainer.mesh.hbm_gib"
+            f"{key}: auto: the memory of a device of {target.name} is not known, so neither is "
+            f"how many rows it holds\n  → {key}: {max(8 // shards, 1) * shards}, or trainer.mesh.hbm_gib"
         )
     shared = configured is None and target.hbm_bytes is None
     value = _decode_cost(model, least, inference, decode={}, prefill={})
@@ -363,7 +367,7 @@ def _plan_slots(
     if most > rows:
         why += f"; {taken} are taken at most"
         why += ", since on CPUs more of them make hardly more tokens a second" if target.platform == "cpu" else ""
-    return make(rows), f"inference.max_rows: auto is {rows}: {why}"
+    return make(rows), f"{key}: auto is {rows}: {why}"
 
 
 def _pages_per_slot(cache: CachePlan, inference: InferenceConfig) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from levanter.commands.train.generation_config import TrainingGenerationConfig
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import Count, NonNegativeFloat, PathText, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
@@ -49,6 +50,9 @@ class TrainLmConfig(Ranged):
         eval_harness: lm-evaluation-harness tasks that are evaluated during training; no task for none.
         eval_harness_steps: steps between two evaluations on `eval_harness`; the last step is evaluated too.
         labeled_eval: not supported yet.
+        sample_prompts: texts that the current parameters continue between steps; null for none.
+        sample_every: steps between two lists of samples; the last step has samples too.
+        generation: the engine that generates text between steps, for `sample_prompts` and for tasks of `eval_harness`.
         plan: assumptions for planning: values that a run determines from its data.
     """
 
@@ -80,6 +84,9 @@ class TrainLmConfig(Ranged):
     eval_harness: HarnessConfig | None = None
     eval_harness_steps: PositiveInt = 10_000
     labeled_eval: dict[str, Any] | None = None
+    sample_prompts: list[str] | None = None
+    sample_every: PositiveInt | None = None
+    generation: TrainingGenerationConfig = field(default_factory=TrainingGenerationConfig)
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
@@ -103,12 +110,25 @@ class TrainLmConfig(Ranged):
                 "initialize_from_hf: true means model.reference_checkpoint, which is null; name a checkpoint"
             )
         problems += self._token_problems()
+        problems += self._sample_problems()
         problems += self._adapter_problems()
         # The targets of a row are its tokens shifted by one: one token alone has no target.
         if self.train_seq_len is not None and self.train_seq_len < 2:
             problems.append(f"train_seq_len must be at least 2 (a token and the next), got {self.train_seq_len}")
         if problems:
             raise ValueError("\n".join(problems))
+
+    def _sample_problems(self) -> list[str]:
+        """Samples need prompts and an interval."""
+        # `generation:` alone is no error: tasks of the harness may use it.
+        if self.sample_prompts is None:
+            return ["sample_every: there are no sample_prompts to sample"] if self.sample_every is not None else []
+        problems = [f"sample_prompts[{n}]: empty" for n, prompt in enumerate(self.sample_prompts) if not prompt]
+        if not self.sample_prompts:
+            problems.append("sample_prompts: an empty list; give at least one prompt, or leave it out")
+        if self.sample_every is None:
+            problems.append("sample_every: not set, and there are sample_prompts; give the steps between two samples")
+        return problems
 
     def _token_problems(self) -> list[str]:
         """Problems of `reinit_tokens` with other keys."""

@@ -108,7 +108,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases:
         )
         # First, so that a profile ends before the hooks that pause the run after its last step.
         profile = [] if observed.profile is None else [observed.profile]
-        running = Running(plan=plan, mesh=mesh, session=session, stop=stop, frozen=frozen)
+        running = Running(plan=plan, mesh=mesh, session=session, stop=stop, frozen=frozen, first=first, state=state)
         between = (evaluate, *(part.start(running) for part in plan.work.between_steps))
         pauses: list[Pause] = [*profile, *saver.pauses, *(pause for pause in between if pause is not None)]
         losses: deque[float] = deque(maxlen=1)

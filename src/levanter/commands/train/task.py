@@ -10,6 +10,7 @@ from haliax_ext.program import Program
 from levanter.models.base import LmHeadModel
 from levanter.runplan import Check, RunPlan, Session, Workload
 from levanter.trainer.loop import Pause
+from levanter.trainer.train_state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,6 +23,8 @@ class Running:
         session: its id, tracker and terminal.
         stop: the step after its last.
         frozen: the part of the model that is not in the state; None for nothing.
+        first: the first step that is taken; more than 0 if the run is resumed.
+        state: before that step. It must not be kept: the step consumes it.
     """
 
     plan: RunPlan
@@ -29,6 +32,8 @@ class Running:
     session: Session
     stop: int
     frozen: LmHeadModel | None
+    first: int
+    state: TrainState
 
 
 class BetweenSteps(Protocol):
@@ -60,6 +65,9 @@ class BetweenSteps(Protocol):
 
     def start(self, running: Running) -> Pause | None:
         """The pause that does the work when it is due; None if this run has nothing to do.
+
+        Work that was due at the checkpoint from which the run resumes, and that an earlier attempt did not finish, may
+        be done here.
 
         Args:
             running: the run, whose state exists. The pause gets the state of each step, which it must not keep.

@@ -23,7 +23,9 @@ from levanter.commands.model.eval_prompts import (
     rows_reach,
     sampling_checks,
 )
+from levanter.commands.model.text_generator import TextGenerator
 from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.live_generation import LiveEngine, LiveGeneration
 from levanter.commands.train.programs import TrainedRun
 from levanter.commands.train.task import Running
 from levanter.data import Tokenizer
@@ -32,7 +34,7 @@ from levanter.distributed.barrier import is_process_0
 from levanter.eval.harness.broadcast import follow_process_0, lead_processes
 from levanter.eval.harness.config import HarnessConfig, listed
 from levanter.eval.harness.driver import run_tasks, select_samples
-from levanter.eval.harness.encoding import HarnessError, QueryEncoder
+from levanter.eval.harness.encoding import QueryEncoder
 from levanter.eval.harness.packing import RowShape, row_shapes
 from levanter.eval.harness.request_table import RequestCount
 from levanter.eval.harness.results import date_id, result_files, results_table, tracker_metrics
@@ -62,6 +64,8 @@ class TrainingHarness:
         run: the training run.
         counted: requests, and executions of each Program, in one evaluation; None if unknown here.
         checks: lines of the plan.
+        length: positions of the longest request.
+        generation: the engine; None if no task generates text.
     """
 
     config: HarnessConfig
@@ -72,6 +76,8 @@ class TrainingHarness:
     run: TrainedRun
     counted: RequestCount | None
     checks: tuple[Check, ...]
+    length: int
+    generation: LiveGeneration | None = None
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -123,6 +129,7 @@ class TrainingHarness:
             every=config.eval_harness_steps,
             last=running.stop,
             show=running.session.show,
+            engine=None if self.generation is None else LiveEngine(self.generation, running.mesh),
         )
 
 
@@ -139,13 +146,6 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
         return None
     tasks = discover_tasks(config, listed(config.include_path))
     checks = [tasks.check, *sampling_checks(logged=config.sample_logging.logs)]
-    # Generation needs an engine with a KV cache beside the training state, which is neither planned nor allocated here.
-    if tasks.generates:
-        error = HarnessError(
-            "eval_harness.task_spec: some tasks generate text (generate_until), which is not possible during training\n"
-            "  → remove them here, and evaluate a checkpoint on them: eval_harness --checkpoint_path …"
-        )
-        checks.append(Check(name="tasks", status="error", message=str(error), error=error))
     length, length_checks = context_length(config.max_length, run.model, run.config.positions)
     checks += length_checks
     per_device = run.config.trainer.per_device_eval_parallelism
@@ -197,6 +197,7 @@ def find_harness(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPla
         run=run,
         counted=counted,
         checks=tuple(checks),
+        length=length,
     )
 
 
@@ -214,6 +215,7 @@ class HarnessEvaluation:
         every: steps between two evaluations.
         last: the run's last step, which is always evaluated.
         show: whether this process prints.
+        engine: over the weights of the run; None if no task generates text.
     """
 
     harness: TrainingHarness
@@ -225,6 +227,7 @@ class HarnessEvaluation:
     every: int
     last: int
     show: bool
+    engine: LiveEngine | None = None
 
     def due(self, taken: int) -> bool:
         """Whether the tasks are due."""
@@ -233,12 +236,12 @@ class HarnessEvaluation:
     def __call__(self, taken: int, state: TrainState) -> None:
         """Evaluates all tasks."""
         harness = self.harness
-        scorer = Scorer(
-            programs=harness.scoring, mesh=self.mesh, model=bind(state.eval_params, self.frozen), cost=harness.cost
-        )
+        model = bind(state.eval_params, self.frozen)
+        scorer = Scorer(programs=harness.scoring, mesh=self.mesh, model=model, cost=harness.cost)
+        texts = self._text_generator(model)
         # lm_eval runs in process 0 only. The others execute the same Programs in the same order until it ends or fails.
         if not is_process_0():
-            follow_process_0(scorer, _no_texts)
+            follow_process_0(scorer, _no_texts if texts is None else texts.follow)
             return
         assert harness.encoder is not None and harness.tasks.loaded is not None, "RunPlan.check() comes before a run"
         # Releases the other processes at the end, and passes them an error instead of leaving them in a collective.
@@ -248,7 +251,7 @@ class HarnessEvaluation:
                 harness.config,
                 encoder=harness.encoder,
                 scorer=scorer,
-                texts=None,
+                texts=texts,
                 template=harness.template,
                 name=f"{self.name}, step {taken}",
                 show=self.show,
@@ -266,7 +269,20 @@ class HarnessEvaluation:
             # The numbers are with the trackers, and the run has more to do than to write them twice.
             logger.error("step %d: the harness's results cannot be written in %s: %s", taken, where, error)
 
+    def _text_generator(self, model: LmHeadModel) -> TextGenerator | None:
+        """Generates text with the current weights; they are handed over when a task requests text."""
+        engine = self.engine
+        if engine is None:
+            return None
+        assert self.harness.encoder is not None, "RunPlan.check() comes before a run"
+        return TextGenerator(
+            engine=lambda: engine.over(model),
+            tokenizer=self.harness.encoder.tokenizer,
+            seed=self.harness.run.config.trainer.seed,
+            show=self.show,
+        )
 
-# A task that generates is refused in `find_harness`, so no table of texts can arrive here.
+
+# Without an engine no task generates text, so no list of prompts can arrive here.
 def _no_texts() -> None:
     raise AssertionError("a plan without texts must not write any")

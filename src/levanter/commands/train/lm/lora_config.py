@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.generation_config import TrainingGenerationConfig
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveInt, Ranged
 from levanter.data.config import LmDataConfig
@@ -29,6 +30,9 @@ class LoraLmConfig(Ranged):
         peft_hf_upload, merged_hf_upload: not supported yet.
         model: runtime settings of the model (`gradient_checkpointing`, …); its architecture is the checkpoint's. A
             complete block allows planning without access to the checkpoint.
+        sample_prompts: texts that the current parameters continue between steps; null for none.
+        sample_every: steps between two lists of samples; the last step has samples too.
+        generation: the engine that generates them.
         trust_remote_code: accepted for compatibility; no code of a checkpoint is executed.
         plan: assumptions for planning: values that a run determines from its data.
     """
@@ -46,6 +50,9 @@ class LoraLmConfig(Ranged):
     hf_save_steps: PositiveInt = 1000
     model: LmConfig = field(default_factory=LlamaConfig)
     trust_remote_code: bool = False
+    sample_prompts: list[str] | None = None
+    sample_every: PositiveInt | None = None
+    generation: TrainingGenerationConfig = field(default_factory=TrainingGenerationConfig)
     plan: PlanOptions = field(default_factory=PlanOptions)
 
     def __post_init__(self) -> None:
@@ -72,5 +79,8 @@ class LoraLmConfig(Ranged):
             merged_hf_upload=self.merged_hf_upload,
             hf_save_steps=self.hf_save_steps,
             model=self.model,
+            sample_prompts=self.sample_prompts,
+            sample_every=self.sample_every,
+            generation=self.generation,
             plan=self.plan,
         )

@@ -42,6 +42,7 @@ from levanter.commands.train.resident_bytes import coresident_bytes
 from levanter.commands.train.resolved import ResolvedTraining, resolve_training_config
 from levanter.commands.train.run import execute
 from levanter.commands.train.run_dirs import interrupted_message, run_outputs
+from levanter.commands.train.samples import find_live_texts
 from levanter.commands.train.task import BetweenSteps
 from levanter.commands.train.work import Trained, TrainPlan, TrainWork
 from levanter.compat.hf.export import plan_export
@@ -115,7 +116,7 @@ def describe(
         load, load_checks = plan_weight_loading(origin, model, Vocab, state_plan.loaded, target, rules=run.rules)
         checks += load_checks
     programs = [*first_programs(run), *step_programs(run, batches), *_scoring(training, run, largest)]
-    between_steps = find_between_steps(run, training.tokenizer, largest)
+    between_steps = find_between_steps(run, training.tokenizer, largest, target)
     for work in between_steps:
         checks += work.checks
         programs += work.programs
@@ -259,15 +260,24 @@ def _scoring(training: ResolvedTraining, run: TrainedRun, largest: BatchPlan) ->
     return [evaluation_program(run, largest, accuracy=has_chats(training.config.data))]
 
 
-def find_between_steps(run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPlan) -> tuple[BetweenSteps, ...]:
+def find_between_steps(
+    run: TrainedRun, tokenizer: Tokenizer | None, largest: BatchPlan, target: Target
+) -> tuple[BetweenSteps, ...]:
     """The work between steps that keys of every training run request, in the order in which it is done.
 
     Args:
         run: the training run.
         tokenizer: of the data; None if it is not available here.
         largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
+        target: the devices.
     """
-    requested: tuple[BetweenSteps | None, ...] = (find_harness(run, tokenizer, largest),)
+    harness = find_harness(run, tokenizer, largest)
+    task_length = harness.length if harness is not None and harness.tasks.generates else None
+    # One engine serves the samples and the tasks.
+    texts = find_live_texts(run, tokenizer, target, task_length=task_length)
+    if harness is not None and texts is not None and task_length is not None:
+        harness = replace(harness, generation=texts.generation)
+    requested: tuple[BetweenSteps | None, ...] = (harness, texts)
     return tuple(work for work in requested if work is not None)
 
 
