@@ -51,7 +51,8 @@ class LeafLoad:
         rule: which source tensors it is read from.
         layout: how its axes are laid out in them.
         sources: names of its source tensors.
-        source_dtype: the dtype they are read in.
+        source_dtype: the dtype they are read in; where they differ, one that represents the numbers of all.
+        source_dtypes: the dtype of each, where they differ; else empty.
         bytes_per_element: storage bytes of a source element (not whole for quantized sources).
         strategy: `direct` or `exchange`.
         spec: its final sharding.
@@ -84,6 +85,7 @@ class LeafLoad:
     transient_host_bytes: int
     reason: str
     derived: LoadTransform | None = None
+    source_dtypes: tuple[np.dtype, ...] = ()
 
     @property
     def path(self) -> str:

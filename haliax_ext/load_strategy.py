@@ -5,7 +5,7 @@ stays below 1.02 times the checkpoint; every other leaf is read once and exchang
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -126,6 +126,15 @@ def _in_dtype(leaf: Leaf, dtype: np.dtype | None) -> Leaf:
     return replace(leaf, dtype=np.dtype(dtype))
 
 
+def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
+    """A floating dtype that represents the numbers of all of these."""
+    first, *others = dict.fromkeys(dtypes)
+    if not others:
+        return first
+    # Neither of float16 and bfloat16 represents the other; float32 represents both.
+    return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
+
+
 def _with_transform(load: LeafLoad, derived: LoadTransform) -> LeafLoad:
     """A leaf that is read and not kept arrives as it is stored; its results have the dtypes of the plan."""
     # JAX has no numbers of 64 bits here.
@@ -141,15 +150,17 @@ def _direct(
     mesh: MeshSpec,
     dtype: np.dtype | None,
 ) -> LeafLoad:
-    info = source.tensors[match.names[0]]
+    infos = [source.tensors[name] for name in match.names]
     leaf = _in_dtype(match.leaf, dtype)
-    per_element = info.nbytes / max(info.size, 1)
+    per_element = sum(info.nbytes for info in infos) / max(sum(info.size for info in infos), 1)
+    dtypes = tuple(info.dtype for info in infos)
     load = LeafLoad(
         leaf=leaf,
         rule=match.rule,
         layout=match.layout,
         sources=match.names,
-        source_dtype=info.dtype,
+        source_dtype=_common_dtype(dtypes),
+        source_dtypes=dtypes if len(set(dtypes)) > 1 else (),
         bytes_per_element=per_element,
         strategy="direct",
         spec=leaf_plan.spec,

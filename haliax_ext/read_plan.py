@@ -144,18 +144,24 @@ class ReadRequest:
     copies: tuple[tuple[Block, BlockCopy], ...]
 
     @cached_property
-    def tensor(self) -> str:
-        """The name of the source tensor."""
+    def number(self) -> int:
+        """The position of the source tensor among those of the leaf."""
         layout = self.plan.load.layout
         sizes = [layout.extents[p] for p in layout.stack_positions]
         # Names are listed in row-major order of the stacked indices.
-        number = reduce(lambda number, pair: number * pair[1] + pair[0], zip(self.stack, sizes, strict=True), 0)
-        return self.plan.load.sources[number]
+        return reduce(lambda number, pair: number * pair[1] + pair[0], zip(self.stack, sizes, strict=True), 0)
+
+    @property
+    def tensor(self) -> str:
+        """The name of the source tensor."""
+        return self.plan.load.sources[self.number]
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype of the source tensor."""
-        return self.plan.load.source_dtype
+        load = self.plan.load
+        # Layers of one array may be stored in several dtypes, as where some were trained and others were not.
+        return load.source_dtypes[self.number] if load.source_dtypes else load.source_dtype
 
     @property
     def filled_bytes(self) -> int:

@@ -128,6 +128,9 @@ def test_what_is_whole_is_read(saved):
 def test_a_flipped_bit(saved, tmp_path, seed):
     counts = attacked(saved, tmp_path, flip(random.Random(SEED + seed).randrange(1 << 40)))
     assert counts["metadata.json"] == 1 and counts["arrays"] >= 1
+    # Also of the files that Orbax writes for other readers: how many there are is its affair.
+    others = [file.name for file in files(saved) if "d" not in file.parts]
+    assert len(others) >= 5 and all(counts[name] == others.count(name) for name in others), (counts, others)
 
 
 @pytest.mark.parametrize("part", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
@@ -167,6 +170,7 @@ NONSENSE = {
     "leaves": [{}, [], None, {"step": 3}, {"step": {"shape": [-1], "dtype": "int32"}}, {"step": {"shape": []}}],
     "version": [0, 3, "1", None, True],
     "format": ["orbax", None, 1],
+    "files": [["_METADATA"], {"../x": "00"}, {"/etc/passwd": "00"}, {"_METADATA": 3}, None],
 }
 
 

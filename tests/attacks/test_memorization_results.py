@@ -1,6 +1,7 @@
 """A finished memorization run whose results were deleted, cut short or changed: they are made again, the same bytes."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -84,3 +85,44 @@ def test_results_that_are_not_what_was_written(attack, finished, tmp_path, caplo
     if "an-earlier-version" not in attack.name:
         assert sorted(before) == sorted(after)
         assert [name for name in before if before[name] != after[name]] == []
+
+
+def report(words: list[str], capsys) -> str:
+    """Runs the command that draws a report, which must refuse; what it printed."""
+    from levanter.commands.memorize.memorization_report import run
+
+    assert run(words) == 2
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return printed.out + printed.err
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 30))])
+def test_the_report_draws_nothing_that_has_changed(seed, finished, tmp_path, capsys):
+    """A flipped bit or a cut in each of the files that it reads, drawn by a seed."""
+    draw = random.Random(20261128 + seed)
+    for name in ("text.txt", "windows.parquet", "manifest.json"):
+        folder = tmp_path / name
+        shutil.copytree(finished / "out", folder)
+        content = bytearray((folder / name).read_bytes())
+        at = draw.randrange(len(content))
+        if draw.random() < 0.3:
+            del content[at:]
+        else:
+            content[at] ^= 1 << draw.randrange(8)
+        (folder / name).write_bytes(content)
+        page = tmp_path / f"{name}.html"
+        printed = report([str(folder), "--output", str(page)], capsys)
+        assert f"{folder}/{name}: " in printed and "start the command of that run again" in printed
+        assert not page.exists()
+
+
+@pytest.mark.parametrize("name", ["windows.parquet", "manifest.json"])
+def test_the_report_names_a_truncated_file_without_its_record(name, finished, tmp_path, capsys):
+    shutil.copytree(finished / "out", tmp_path / "out")
+    (tmp_path / "out" / ".success").unlink()
+    cut(tmp_path / "out" / name)
+    printed = report([str(tmp_path / "out")], capsys)
+    assert (
+        f"{tmp_path}/out/{name}: damaged or cut off (" in printed and "start the command of that run again" in printed
+    )

@@ -34,10 +34,25 @@ def logits(model) -> np.ndarray:
     return np.asarray(found.rearrange(("batch", "position", "vocab")).array)
 
 
+def described_logits(folder: Path, **how) -> np.ndarray | str:
+    """Float32 logits of `TOKENS` of a folder, as `eval_lm` reads it; the messages of its checks if it is refused.
+
+    `how`: fields of `ModelChoice`, such as `adapter`.
+    """
+    try:
+        described = describe_folder(folder, positions=TOKENS.shape[1], **how)
+    except ValueError as error:
+        return str(error)
+    if errors := [check.message for check in described.checks if check.status == "error"]:
+        return "\n".join(errors)
+    mesh = described.resolved.spec.build(jax.devices()[: described.resolved.spec.size])
+    return logits(with_arrays(described.abstract, load_pretrained(described, mesh, show=False).arrays))
+
+
 def read_adapter(folder: Path, model, rules):
     """The targets and the factors of a folder of `peft`."""
     every = target_groups(model, rules)
-    adapter = open_peft(str(folder)).per_expert(every)
+    adapter = open_peft(str(folder)).per_expert(every).uniform(every, rules)
     part = select_leaves(model, adapter.copied_paths(leaves(model), rules))
     targets = adapter.targets(every, rules, part)
     return targets, adapter.read(targets, rules, part)

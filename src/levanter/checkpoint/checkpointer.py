@@ -26,6 +26,7 @@ import numpy as np
 from levanter.checkpoint.checksums import ArrayDigests, encode_digests, merge_digests
 from levanter.checkpoint.discovery import delete, find_checkpoints, latest, list_entries, sweep, write_ref
 from levanter.checkpoint.errors import CheckpointPeerError, CheckpointSaveError
+from levanter.checkpoint.file_digests import digest_files
 from levanter.checkpoint.metadata import format_document
 from levanter.checkpoint.refs import ARRAYS_PREFIX, CheckpointRef, Kind, now, step_path
 from levanter.checkpoint.restore_specs import saved_leaf
@@ -255,7 +256,7 @@ class Checkpointer:
             if self._agreement.decides:
                 # Writing may have taken minutes, in which another process may have taken the folder over.
                 self._check_leases()
-                write_ref(ref)
+                write_ref(replace(ref, files=MappingProxyType(digest_files(ref.arrays_path))))
         except BaseException:
             self._clean(ref)
             raise

@@ -54,6 +54,7 @@ def format_document(ref: CheckpointRef) -> bytes:
         "saved_at": ref.saved_at,
         "arrays": ref.arrays,
         "metadata": dict(ref.metadata),
+        **({"files": dict(ref.files)} if ref.files else {}),
         "leaves": {
             path: {**_leaf_document(leaf), **_digests_document(leaf, ref.digests.get(path))}
             for path, leaf in sorted(ref.leaves.items())
@@ -137,6 +138,8 @@ def parse_document(path: str, text: bytes) -> CheckpointRef:
         arrays=fields["arrays"],
         saved_at=float(fields["saved_at"]),
         digests=MappingProxyType(digests),
+        # Checkpoints of earlier releases have none.
+        files=MappingProxyType(fields.get("files", {})),
     )
 
 
@@ -161,6 +164,8 @@ def _problems(path: str, content: Mapping[str, Any], *, digests: bool) -> list[s
     named = _STEP_FOLDER.match(base_name(path))
     if named is not None and int(named[1]) != content["step"]:
         problems.append(f"step: {content['step']} in a folder of step {named[1]}")
+    if (problem := _files_problem(content.get("files", {}))) is not None:
+        problems.append(f"files: {problem}")
     for name, leaf in cast("dict[str, Any]", content["leaves"]).items():
         problem = _leaf_problem(leaf, digests=digests)
         if problem is not None:
@@ -194,4 +199,16 @@ def _leaf_problem(leaf: object, *, digests: bool) -> str | None:
         ArrayDigests.of(fields["shape"], fields["chunk"], stored_digests)
     except (KeyError, TypeError, ValueError) as error:
         return f"digests: {error}"[:120]
+    return None
+
+
+def _files_problem(files: object) -> str | None:
+    """What is wrong with the digests of files in a `metadata.json`."""
+    if not isinstance(files, Mapping):
+        return f"{files!r}"[:80]
+    for path, digest in files.items():
+        # The names come from a file and become paths: they must stay below the folder of the arrays.
+        inside = isinstance(path, str) and all(part not in ("", ".", "..") for part in path.split("/"))
+        if not inside or not isinstance(digest, str):
+            return f"{path!r}: {digest!r}"[:80]
     return None

@@ -66,6 +66,7 @@ class CheckpointRef:
         arrays: the name of the folder of the arrays.
         saved_at: when it was saved, in seconds since 1970.
         digests: of every array's chunks, by path; empty where it was saved without.
+        files: digests of the small files beside the chunks, by path below the folder of the arrays; likewise.
     """
 
     path: str
@@ -76,6 +77,7 @@ class CheckpointRef:
     arrays: str = field(repr=False)
     saved_at: float = field(repr=False)
     digests: Mapping[str, ArrayDigests] = field(default_factory=dict[str, ArrayDigests], repr=False)
+    files: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
     @property
     def arrays_path(self) -> str:

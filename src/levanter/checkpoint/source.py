@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from haliax_ext.abstract import Leaf
@@ -19,6 +20,7 @@ from haliax_ext.sources import ByteRange, Index, TensorInfo
 from levanter.checkpoint.checksums import ArrayDigests, Box, Number, array_digest, chunks_in
 from levanter.checkpoint.discovery import unreadable_error
 from levanter.checkpoint.errors import UnreadableCheckpointError
+from levanter.checkpoint.file_digests import check_files
 from levanter.checkpoint.refs import CheckpointRef, SavedLeaf, absolute
 from levanter.io.paths import is_remote
 
@@ -46,6 +48,7 @@ class CheckpointSource:
         self._open: dict[str, "tensorstore.TensorStore"] = {}
         self._chunks: dict[tuple[str, Number], np.ndarray] = {}
         self._is_logged = False
+        self._are_files_checked = False
         self._context: "tensorstore.Context | None" = None
         self._tensors = {
             path.removeprefix(prefix): TensorInfo(
@@ -78,6 +81,7 @@ class CheckpointSource:
             out = np.empty([part.stop - part.start for part in index], _dtype(leaf.dtype))
         if digests is None:
             self._log_unverified()
+        self._check_files()
         try:
             if digests is None:
                 # Without digests TensorStore reads exactly the slice; with them whole chunks must be read to be
@@ -141,6 +145,13 @@ class CheckpointSource:
             # The oldest chunk goes first: dictionaries keep the order of insertion.
             while sum(chunk.nbytes for chunk in self._chunks.values()) > self._cache_bytes:
                 self._chunks.pop(next(iter(self._chunks)))
+
+    def _check_files(self) -> None:
+        """Compares the small files of the checkpoint once; of several processes, each compares some."""
+        with self._lock:
+            if not self._are_files_checked:
+                check_files(self._ref, share=jax.process_index(), shares=jax.process_count())
+                self._are_files_checked = True
 
     def _log_unverified(self) -> None:
         with self._lock:

@@ -6,10 +6,14 @@ index, headers, and that they describe one model.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import haliax as hax
+import jax
+
+from haliax_ext.abstract import abstract, leaves
 from haliax_ext.sources import TensorSource
 from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, check_tensors, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
@@ -19,8 +23,10 @@ from levanter.compat.hf.quantized.compressed_tensors import Int8Format, int8_wei
 from levanter.compat.hf.quantized.formats import read_quantization, without_quantization
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import Repository, read_json
+from levanter.compat.hf.tied import as_stored
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer, check_vocabulary
 from levanter.compat.hf.tokenizer_files import load_from_repository
+from levanter.layers.quantized import quantizable
 from levanter.models.config_json import FieldFinding
 from levanter.models.registry import LmConfig
 
@@ -40,6 +46,7 @@ class PretrainedCheckpoint:
         quantization: how weights are stored, if their dtype does not say it (`Q4_1`, FP8 in blocks).
         int8: names of the weights that are stored as 8-bit integers and scales.
         passed_over: earlier alternatives that could not be reached, and why.
+        notes: contradictions between files, and how the model was read nevertheless; shown to the user.
     """
 
     ref: RepoRef
@@ -50,6 +57,7 @@ class PretrainedCheckpoint:
     quantization: str | None
     int8: frozenset[str]
     passed_over: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     _open_tokenizer: Callable[[], FastTokenizer]
 
     @property
@@ -200,15 +208,19 @@ def _open(located: ResolvedRef, allow_pickle: bool) -> PretrainedCheckpoint:
     stored_format = read_quantization(document, where=where)
     # The architecture readers refuse any `quantization_config`; the supported kinds were read above and are removed.
     bridged = read_config(without_quantization(document), where=where)
-    source: TensorSource = open_weights(repository, allow_pickle=allow_pickle)
+    files = open_weights(repository, allow_pickle=allow_pickle)
+    source: TensorSource = files
     int8 = quantized = frozenset[str]()
     if stored_format is not None:
-        source = stored_format.open(source)
+        source = stored_format.open(files)
         # Integers stay integers in the model; all other formats are decoded to floating-point numbers.
         int8 = int8_weights(source.tensors) if isinstance(stored_format, Int8Format) else int8
         quantized = source.quantized | int8
     # Behind the stored format: it offers the tensors under their plain names and shapes.
-    check_tensors(document, bridged, source.tensors, where=where, quantized=quantized)
+    findings = check_tensors(document, bridged, source.tensors, where=where, quantized=quantized)
+    bridged, tied = _as_stored(bridged, source, where=where)
+    if isinstance(stored_format, Int8Format):
+        stored_format.check(source.tensors, _linear_weights(bridged.config), where=where)
     return PretrainedCheckpoint(
         ref=located.ref,
         where=where,
@@ -218,9 +230,28 @@ def _open(located: ResolvedRef, allow_pickle: bool) -> PretrainedCheckpoint:
         quantization=None if stored_format is None else stored_format.description,
         int8=int8,
         passed_over=located.passed_over,
+        notes=(*files.notes, *map(str, findings), *tied),
         # Lazy: scoring token ids needs no tokenizer, and a folder may have none.
         _open_tokenizer=lambda: _repository_tokenizer(repository),
     )
+
+
+def _as_stored(bridged: BridgedConfig, source: TensorSource, *, where: object) -> tuple[BridgedConfig, list[str]]:
+    """The config with its head tied or not as the tensors are, and a note if config.json says otherwise."""
+    config, finding = as_stored(bridged.config, source, where=where)
+    return (bridged, []) if finding is None else (replace(bridged, config=config), [str(finding)])
+
+
+def _linear_weights(config: LmConfig) -> frozenset[str]:
+    """The names, in all spellings, of the weights of a model's linear modules."""
+    assert config.vocab_size is not None
+    Vocab = hax.Axis("vocab", config.vocab_size)
+    module = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
+    rules, by_path = config.weight_rules(Vocab), {leaf.path: leaf for leaf in leaves(module)}
+    table = rules.by_target()
+    paths = [f"{path}.weight" for path in quantizable(module)]
+    names = (name for path in paths if path in table for name in table[path].source_names(by_path[path]))
+    return frozenset(spelling for name in names for spelling in rules.spellings(name))
 
 
 def _repository_tokenizer(repository: Repository) -> FastTokenizer:

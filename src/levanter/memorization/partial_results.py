@@ -136,6 +136,37 @@ class PartStore(ResumableResults):
         return scores if valid and len(scores) and first + len(scores) <= self.windows else None
 
 
+def require_unchanged(folder: str, names: Sequence[str]) -> None:
+    """Compares result files of a finished run with what was recorded when they were written.
+
+    Args:
+        folder: of the results.
+        names: the files to compare.
+
+    Raises:
+        ValueError: some are missing or have changed; names all of them.
+    """
+    marker = join(folder, DONE)
+    if not exists(marker):
+        logger.warning("%s: there is no %s, which records the digests of its files; not verified", folder, DONE)
+        return
+    try:
+        with open_read(marker) as file:
+            record = json.loads(file.read())[RESULTS]
+        # A run of token ids has no text; its record has no entry for one.
+        recorded = {name: record[name] for name in names if name in record}
+    except (ValueError, KeyError, TypeError):
+        logger.warning("%s: it records no digests of results; not verified", marker)
+        return
+    differences = ((name, _difference(join(folder, name), value)) for name, value in recorded.items())
+    # All files are compared before anything is raised, so that one error names them all.
+    if problems := [f"{join(folder, name)}: {text}" for name, text in differences if text is not None]:
+        raise ValueError(
+            "\n".join(problems) + "\n  → start the command of that run again: it writes what was lost, and scores only "
+            "what it must"
+        )
+
+
 def _size_and_digest(path: str) -> dict[str, int | str]:
     """The size and SHA-256 of a file."""
     digest, size = hashlib.sha256(), 0

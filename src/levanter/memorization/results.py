@@ -18,9 +18,9 @@ A `BookResult` is one book's arrays with the spans that its windows cover. On di
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 STORED_TOP = 40
 """K of the normalizer that every run stores."""
+
+T = TypeVar("T")
+
 WINDOWS, MANIFEST, TEXT = "windows.parquet", "manifest.json", "text.txt"
 _PER_TOKEN = {"logprobs": np.float32, "ranks": np.int32, "top_lse": np.float32}
 _SPANS = ("token_spans", "char_spans", "suffix_char_spans")
@@ -279,18 +282,15 @@ class BookResult:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with open_read(join(folder, MANIFEST)) as file:
-            manifest = json.loads(file.read())
-        with open_read(join(folder, WINDOWS)) as file:
-            # Read in full: Parquet seeks, and remote files may not.
-            table = pq.read_table(pa.BufferReader(file.read()))
+        manifest = _read_part(join(folder, MANIFEST), json.loads)
+        # Read in full: Parquet seeks, and remote files may not.
+        table = _read_part(join(folder, WINDOWS), lambda content: pq.read_table(pa.BufferReader(content)))
         meta = json.loads((table.schema.metadata or {}).get(b"levanter", b"null"))
         if meta is None:
             raise ValueError(f"{join(folder, WINDOWS)}: not written by a memorization run (no levanter metadata)")
         text = None
         if exists(join(folder, TEXT)):
-            with open_read(join(folder, TEXT)) as file:
-                text = file.read().decode("utf-8")
+            text = _read_part(join(folder, TEXT), lambda content: content.decode("utf-8"))
         k = meta["suffix_tokens"]
         scores = read_scores(table, k)
         return cls(
@@ -330,6 +330,24 @@ class BookResult:
         table = pa.table(columns)
         # Sorted keys, so that the same result gives the same bytes.
         return table.replace_schema_metadata({b"levanter": json.dumps(meta, sort_keys=True).encode()})
+
+
+def _read_part(path: str, parse: Callable[[bytes], T]) -> T:
+    """A file of a result, parsed.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    with open_read(path) as file:
+        content = file.read()
+    try:
+        return parse(content)
+    # pyarrow's errors of damaged files are of these kinds.
+    except (ValueError, OSError, KeyError, NotImplementedError) as error:
+        raise ValueError(
+            f"{path}: damaged or cut off ({' '.join(str(error).split())[:200]})\n"
+            "  → start the command of that run again: it writes its results anew"
+        ) from error
 
 
 def score_columns(scores: Scores) -> "dict[str, pa.Array]":

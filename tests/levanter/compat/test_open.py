@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import fsspec
-import ml_dtypes
 import numpy as np
 import pytest
 from helpers.hf_folder import CONFIG, byte_level_tokenizer, tensors, write_folder, write_json
@@ -192,11 +191,12 @@ def test_shape_that_disagrees_with_the_config(tmp_path):
     )
 
 
-def test_dtype_that_disagrees_with_the_config(tmp_path):
-    folder = write_folder(tmp_path, weights=tensors(CONFIG, np.float16))
-    assert refusal(folder, ConfigMismatchError) == (
-        "CKPT/config.json: tensor 'model.embed_tokens.weight' (and 19 more) has dtype float16, config.json says "
-        "torch_dtype bfloat16\n  → config.json and the weights do not belong to the same model"
+def test_weights_of_another_dtype_than_the_configs_are_read_as_they_are(tmp_path):
+    checkpoint = open_checkpoint(write_folder(tmp_path, weights=tensors(CONFIG, np.float16)).as_posix())
+    assert checkpoint.source.tensors["model.norm.weight"].dtype == np.float16
+    assert checkpoint.notes == (
+        "torch_dtype: 'bfloat16': tensor 'model.embed_tokens.weight' (and 19 more) is stored as float16, and is read "
+        "as it is stored",
     )
 
 
@@ -277,8 +277,18 @@ def test_a_byte_level_tokenizer_json_alone_is_no_model(tmp_path):
 
 
 def test_tied_heads_that_are_stored_twice(tmp_path):
-    weights = tensors() | {"lm_head.weight": np.zeros((320, 32), ml_dtypes.bfloat16)}
-    assert open_checkpoint(str(write_folder(tmp_path, weights=weights))).config.tie_word_embeddings
+    table = tensors()["model.embed_tokens.weight"]
+    weights = tensors() | {"lm_head.weight": table.copy()}
+    opened = open_checkpoint(str(write_folder(tmp_path, weights=weights)))
+    assert opened.config.tie_word_embeddings and opened.notes == ()
+    # One number of the last row: the head was trained by itself.
+    weights["lm_head.weight"][-1, -1] += np.asarray(1, table.dtype)
+    opened = open_checkpoint(str(write_folder(tmp_path, weights=weights)))
+    assert not opened.config.tie_word_embeddings
+    assert opened.notes == (
+        "tie_word_embeddings: True: 'lm_head.weight' differs from 'model.embed_tokens.weight', so the output head is "
+        "read as a matrix of its own",
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -16,6 +16,7 @@ from levanter.commands.model.saved_adapters import SavedAdapters
 from levanter.commands.model.source import ModelSource
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.peft import PeftAdapter, UnsupportedTargetError, lazy_adapter, open_peft, plan_peft
+from levanter.compat.hf.peft.config import MERGE_FIRST
 from levanter.compat.hf.peft.merge import MergedTensors, copied_tensors, stored_leaves
 from levanter.models.adapters.lora_targets import TargetGroup, target_groups
 from levanter.models.adapters.whole import select_leaves
@@ -95,7 +96,12 @@ def find_merge(
         if adapter_path is None:
             adapter, targets, whole = _of_checkpoint(origin, every, rules, module)
         else:
-            adapter = open_peft(adapter_path).per_expert(every)
+            adapter = open_peft(adapter_path).per_expert(every).uniform(every, rules)
+            assert model.vocab_size is not None
+            resized = adapter.resized_vocabulary(model_leaves, rules, model.vocab_size)
+            if resized != model.vocab_size:
+                problem = f"its vocabulary was resized from {model.vocab_size} to {resized}, which is not merged here"
+                raise CheckpointError(adapter.where, problem, suggestion=MERGE_FIRST)
             whole = adapter.copied_paths(model_leaves, rules)
             targets = adapter.targets(every, rules, select_leaves(module, whole))
     # Files that are absent here may exist where the export runs.

@@ -25,9 +25,10 @@ from levanter.memorization.compare import cautions, labels, model_name
 from levanter.memorization.coverage import DEFAULT_THRESHOLD, Cover
 from levanter.memorization.measurement import Measurement, measure, windows_block
 from levanter.memorization.outputs import REPORT
+from levanter.memorization.partial_results import require_unchanged
 from levanter.memorization.published import published_coverages
 from levanter.memorization.report import report_html
-from levanter.memorization.results import WINDOWS, BookResult, Scheme
+from levanter.memorization.results import MANIFEST, TEXT, WINDOWS, BookResult, Scheme
 from levanter.runplan import OK
 
 
@@ -157,6 +158,9 @@ def _books(paths: Sequence[str]) -> list[BookResult]:
             problems.append(str(error))
     if problems:
         raise NoRunError("\n".join(problems))
+    for folder in folders:
+        # A flipped bit in a text or a score would otherwise be drawn like any other.
+        require_unchanged(folder, (TEXT, WINDOWS, MANIFEST))
     return [BookResult.read(folder) for folder in folders]
 
 

@@ -301,7 +301,7 @@ def describe_pretrained(
     trainer = choice.trainer
     origin = _resolve_source(choice)
     precision = Precision.parse(trainer.mp)
-    config = origin.architecture
+    config, resizing = _with_adapter_vocabulary(choice, origin.architecture)
     tokenizer, tokenizer_check = find_tokenizer(choice.tokenizer, origin=origin, size=config.vocab_size)
     names = (choice.tokenizer, config.tokenizer, origin.reference)
     vocab, how = vocabulary(config, tokenizer=tokenizer, names=names)
@@ -313,6 +313,7 @@ def describe_pretrained(
     )
     checks = [
         *origin.checks,
+        *resizing,
         tokenizer_check,
         Check(name="vocabulary", status="ok", message=f"{vocab} ids, {how}"),
         *(Check(name="kernels", status="ok", message=reason) for reason in reasons),
@@ -382,6 +383,15 @@ def _resolve_source(choice: ModelChoice) -> ModelSource:
     from levanter.commands.model.saved_model import resolve_saved_source
 
     return resolve_saved_source(choice.saved, choice.model)
+
+
+def _with_adapter_vocabulary(choice: ModelChoice, config: LmConfig) -> tuple[LmConfig, list[Check]]:
+    """The architecture with the vocabulary that the run's adapter was trained with."""
+    if choice.adapter is None:
+        return config, []
+    from levanter.commands.model.with_adapter import adapted_architecture
+
+    return adapted_architecture(choice.adapter, config)
 
 
 def _adapted(

@@ -160,7 +160,8 @@ def plan_weight_loading(
         hosts = target.host_layout(parameters.mesh)
         return plan_loading(parameters, rules, source, hosts=hosts, memory_bytes=memory_bytes), []
     except WeightMismatchError as error:
-        return None, [Check(name="weights", status="error", message=str(error), error=error)]
+        message = f"{error}\n  → copy the checkpoint again, or give it the config.json that its weights belong to"
+        return None, [Check(name="weights", status="error", message=message, error=error)]
 
 
 logger = logging.getLogger(__name__)

@@ -180,7 +180,10 @@ def resolve_source(
                 Check(name="model", status="note", message=f"not reached: {source}")
                 for source in checkpoint.passed_over
             ),
-            *(Check(name="model", status="note", message=str(finding)) for finding in checkpoint.findings),
+            *(
+                Check(name="model", status="note", message=str(note))
+                for note in (*checkpoint.findings, *checkpoint.notes)
+            ),
             *replaced,
         ),
         is_int8=checkpoint.int8.__contains__,

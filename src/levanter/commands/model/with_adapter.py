@@ -44,6 +44,30 @@ class AdaptedModel:
     adapter: Adapter
 
 
+def adapted_architecture(adapter: str | None, config: LmConfig) -> tuple[LmConfig, list[Check]]:
+    """The architecture of a model with an adapter: with the adapter's vocabulary, if the base's was resized for it.
+
+    Args:
+        adapter: the path of an adapter in peft's format; None for none.
+        config: the base's architecture.
+
+    Returns:
+        The architecture, and a note if it is not the base's. Errors are left to `bind_adapter`.
+    """
+    if adapter is None or config.vocab_size is None:
+        return config, []
+    Vocab = hax.Axis("vocab", config.vocab_size)
+    module = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
+    try:
+        size = open_peft(adapter).resized_vocabulary(leaves(module), config.weight_rules(Vocab), config.vocab_size)
+    except (CheckpointError, UnreachableError):
+        return config, []
+    if size == config.vocab_size:
+        return config, []
+    message = f"{adapter}: trained with {size} ids, which replace the {config.vocab_size} of the base"
+    return replace(config, vocab_size=size), [Check(name="adapter", status="note", message=message)]
+
+
 def bind_adapter(
     adapter: str | SavedAdapters | None,
     module: PyTree,
@@ -75,9 +99,11 @@ def bind_adapter(
             adapter_rules = same_names(leaves(tree), padded=adapter.padded)
         else:
             groups = target_groups(module, family_rules)
-            opened = open_peft(adapter).per_expert(groups)
+            opened = open_peft(adapter).per_expert(groups).uniform(groups, family_rules)
             # The unquantized model: copies in peft's files have the shapes of plain weights.
             plain = abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0)))
+            assert config.vocab_size is not None
+            opened.resized_vocabulary(leaves(plain), family_rules, config.vocab_size)
             part = _copied_part(module, opened.copied_paths(leaves(plain), family_rules), opened.where)
             targets = opened.targets(groups, family_rules, part)
             tree = cast(opened.tree(targets, part), precision.compute)

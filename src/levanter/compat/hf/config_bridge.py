@@ -112,8 +112,10 @@ def _decoder_tensors(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
         add([rule.source_name(index) for index in indices], shape, reasons)
     if config.tie_word_embeddings:
         # A tied head may be stored a second time; it must then have the right shape.
-        heads = [name for name in rules.ignored if "*" not in name]
-        add(heads, (config.vocab_size, config.hidden_dim), (words[("vocab",)], words[("embed",)]))
+        table = next(rule.source for rule in rules.rules if rule.axes[0] == ("vocab",))
+        heads = [name for name in rules.ignored if "*" not in name and name not in rules.spellings(table)]
+        if heads:
+            add(heads, (config.vocab_size, config.hidden_dim), (words[("vocab",)], words[("embed",)]))
     return tuple(ExpectedTensor(tuple(names), shape, reason) for shape, reason, names in by_kind.values())
 
 
@@ -227,7 +229,7 @@ def check_tensors(
     *,
     where: object,
     quantized: Collection[str] = (),
-) -> None:
+) -> tuple[FieldFinding, ...]:
     """Checks config.json against the shapes and dtypes of the checkpoint's tensors.
 
     Args:
@@ -239,18 +241,23 @@ def check_tensors(
 
     Missing and unexpected tensors are not reported here but by the loader, which knows the nearest names.
 
+    Returns:
+        Tensors of another floating dtype than config.json's, which are read as they are stored.
+
     Raises:
-        ConfigMismatchError: with every shape and dtype that disagrees; layers with the same disagreement share a line.
+        ConfigMismatchError: with every shape that disagrees and every tensor of integers; layers with the same
+            disagreement share a line.
     """
     problems: list[str] = []
     for expected in expected_tensors(bridged.config):
         problems += _shape_problems(expected, tensors)
     # Decoded weights, int8 weights and their scales have dtypes that config.json's `dtype` does not describe.
     floating = {name: info for name, info in tensors.items() if name.removesuffix("_scale") not in quantized}
-    problems += _dtype_problems(document, floating)
+    problems += _integer_problems(floating)
     raise_if(
         ConfigMismatchError, where, problems, suggestion=("config.json and the weights do not belong to the same model")
     )
+    return tuple(_dtype_findings(document, floating))
 
 
 def _shape_problems(expected: ExpectedTensor, tensors: Mapping[str, TensorInfo]) -> list[str]:
@@ -264,17 +271,21 @@ def _shape_problems(expected: ExpectedTensor, tensors: Mapping[str, TensorInfo])
     ]
 
 
-def _dtype_problems(document: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
-    key = "dtype" if document.get("dtype") is not None else "torch_dtype"
-    stated = document.get(key)
+def _integer_problems(tensors: Mapping[str, TensorInfo]) -> list[str]:
     # Scalars are left out: some checkpoints hold counters beside the weights.
     integers = [name for name, info in tensors.items() if info.dtype.kind in "iub" and info.shape]
-    problems = []
-    if integers:
-        dtypes = ", ".join(sorted({tensors[name].dtype.name for name in integers}))
-        problems.append(f"tensor {_some(integers)} has dtype {dtypes}: quantized or packed weights are not read")
+    if not integers:
+        return []
+    dtypes = ", ".join(sorted({tensors[name].dtype.name for name in integers}))
+    return [f"tensor {_some(integers)} has dtype {dtypes}: quantized or packed weights are not read"]
+
+
+def _dtype_findings(document: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[FieldFinding]:
+    """Tensors of another floating dtype than config.json's."""
+    key = "dtype" if document.get("dtype") is not None else "torch_dtype"
+    stated = document.get(key)
     if not isinstance(stated, str) or stated.removeprefix("torch.") not in _DTYPES:
-        return problems
+        return []
     expected = _DTYPES[stated.removeprefix("torch.")]
     wrong: dict[str, list[str]] = {}
     for name, info in tensors.items():
@@ -282,10 +293,11 @@ def _dtype_problems(document: Mapping[str, Any], tensors: Mapping[str, TensorInf
         kept_exact = len(info.shape) < 2 and info.dtype == np.float32
         if info.dtype.kind not in "iub" and info.dtype.name != expected and not kept_exact:
             wrong.setdefault(info.dtype.name, []).append(name)
-    problems += [
-        f"tensor {_some(names)} has dtype {dtype}, config.json says {key} {expected}" for dtype, names in wrong.items()
+    # Not an error: the files say what dtype each number has. FSDP, for one, saves float32 beside a bfloat16 config.
+    return [
+        FieldFinding(key, stated, f"tensor {_some(names)} is stored as {dtype}, and is read as it is stored")
+        for dtype, names in wrong.items()
     ]
-    return problems
 
 
 def _some(names: Sequence[str]) -> str:

@@ -36,6 +36,7 @@ from haliax_ext.sources import TensorInfo, TensorSource
 from levanter.compat.hf.config_bridge import read_config, write_config
 from levanter.compat.hf.export import MAX_SHARD_BYTES, ExportExtras, export
 from levanter.compat.hf.refs import RepoRef
+from levanter.compat.hf.tied import as_stored
 from levanter.compat.hf.tokenizer import FastTokenizer, from_transformers
 from levanter.compat.open import PretrainedCheckpoint, hf_config, load_tokenizer, open_checkpoint
 from levanter.config import ExplicitKeys, plain
@@ -289,7 +290,10 @@ class HFCheckpointConverter:
         return reference
 
     def _architecture(self, checkpoint: PretrainedCheckpoint, config: LmConfig | None) -> LmConfig:
-        architecture = read_config({**checkpoint.document, **self.config_overrides}, where=checkpoint.where).config
+        document = {**checkpoint.document, **self.config_overrides}
+        architecture, _ = as_stored(
+            read_config(document, where=checkpoint.where).config, checkpoint.source, where=checkpoint.where
+        )
         if self.LevConfigClass is not None and not isinstance(architecture, self.LevConfigClass):
             raise ValueError(
                 f"{checkpoint.description} is a {type(architecture).__name__}, but the converter is for "

@@ -1,7 +1,8 @@
 """Finds the files of a checkpoint's weights and the file of each tensor: `model.safetensors[.index.json]`.
 
 The index is untrusted: a file name in it must stay inside the checkpoint's folder, and its tensor list is compared
-with the headers of the files. Pickle files are never opened.
+with the headers of the files. The files decide what there is: where the index is older than they are, tensors are read
+from where they are stored, as transformers reads them, and a note says so. Pickle files are never opened.
 """
 
 import re
@@ -15,8 +16,10 @@ from levanter.compat.hf.errors import (
     raise_if,
 )
 from levanter.compat.hf.header import ShardHeader
+from levanter.compat.hf.readers import ByteReader
 from levanter.compat.hf.repository import INDEX, SINGLE, Repository, read_json, stays_inside
 from levanter.compat.hf.safetensors import SafetensorsSource, read_headers
+from levanter.compat.hf.tied import same_values
 
 MAX_SHARD_BYTES = 5 * 10**9
 """The default size of one file of weights."""
@@ -45,16 +48,21 @@ def open_weights(repository: Repository, *, allow_pickle: bool = False) -> Safet
     files, weight_map = weight_files(repository, allow_pickle=allow_pickle)
     readers = {file: repository.reader(file) for file in sorted(files)}
     headers = read_headers(readers)
+    notes: list[str] = []
     if weight_map is not None:
-        headers = _check_index(repository.where(INDEX), weight_map, headers)
-    return SafetensorsSource(readers, headers)
+        headers = _check_index(repository.where(INDEX), weight_map, headers, readers, notes)
+    elif INDEX in repository.files:
+        notes.append(f"{INDEX} is not used: {SINGLE} has all tensors in one file")
+    return SafetensorsSource(readers, headers, notes=notes)
 
 
 def weight_files(
     repository: Repository, *, allow_pickle: bool = False
 ) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     """The safetensors files of a checkpoint and, if it has an index, tensor name → file."""
-    # A folder may hold both an index and a single file; the index counts, since it lists every tensor.
+    # A folder may hold both a single file and an index, often the index of earlier shards. transformers reads the file.
+    if SINGLE in repository.files:
+        return (SINGLE,), None
     if INDEX in repository.files:
         weight_map = _weight_map(repository)
         files = tuple(sorted(set(weight_map.values())))
@@ -66,8 +74,6 @@ def weight_files(
             suggestion="the download or copy of the checkpoint is not complete",
         )
         return files, weight_map
-    if SINGLE in repository.files:
-        return (SINGLE,), None
     return _without_standard_names(repository, allow_pickle), None
 
 
@@ -142,29 +148,75 @@ def _weight_map(repository: Repository) -> Mapping[str, str]:
     return weight_map
 
 
-def _check_index(where: str, weight_map: Mapping[str, str], headers: Sequence[ShardHeader]) -> list[ShardHeader]:
-    """Compares the index with the headers; returns the headers without tensors that it assigns to other files."""
-    names_by_file = {header.file: {entry.name for entry in header.tensors} for header in headers}
+def _check_index(
+    where: str,
+    weight_map: Mapping[str, str],
+    headers: Sequence[ShardHeader],
+    readers: Mapping[str, ByteReader],
+    notes: list[str],
+) -> list[ShardHeader]:
+    """Compares the index with the headers; returns the headers with each tensor in one file.
+
+    Args:
+        where: the index's name in messages.
+        weight_map: tensor → file, as the index says.
+        headers: of all files that it names.
+        readers: the files.
+        notes: filled with differences that do not matter.
+
+    Raises:
+        CorruptFileError: no file has a tensor of the index, or two files have one of different values; lists all.
+    """
+    files_by_name: dict[str, list[str]] = {}
+    for header in headers:
+        for entry in header.tensors:
+            files_by_name.setdefault(entry.name, []).append(header.file)
     problems = [
-        f"tensor {name!r} should be in {file}, which does not have it"
+        f"tensor {name!r} should be in {file}, and no file that the index names has it"
         for name, file in weight_map.items()
-        if name not in names_by_file[file]
+        if name not in files_by_name
     ]
-    problems += [
-        f"tensor {name!r} of {file} is not in the index"
-        for file, names in names_by_file.items()
-        for name in sorted(names - weight_map.keys())
-    ]
+    problems += _copy_problems(files_by_name, headers, readers)
     # A wrong index disagrees in every tensor; a few lines are enough to see it.
     if len(problems) > 2 * _LISTED:
         problems = [*problems[: 2 * _LISTED], f"… and {len(problems) - 2 * _LISTED} more"]
-    raise_if(CorruptFileError, where, problems)
+    raise_if(CorruptFileError, where, problems, suggestion=_OUTDATED)
+    # Neither is an error: which file a tensor is in follows from the headers alone.
+    moved = [name for name, file in weight_map.items() if file not in files_by_name[name]]
+    unnamed = [name for name in files_by_name if name not in weight_map]
+    for names, what in ((moved, "in another file than the index says"), (unnamed, "not in the index")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            notes.append(f"{names[0]}{more}: {what}; read from {files_by_name[names[0]][0]}")
+    # A tensor may be in several files (tied weights saved twice), with equal values: the index says which one is read.
+    chosen = {
+        name: weight_map[name] if weight_map.get(name) in files else files[0] for name, files in files_by_name.items()
+    }
     return [
         ShardHeader(
             header.file,
-            # A tensor may be in several files (tied weights saved twice); the index says which one counts.
-            tuple(entry for entry in header.tensors if weight_map[entry.name] == header.file),
+            tuple(entry for entry in header.tensors if chosen[entry.name] == header.file),
             header.metadata,
         )
         for header in headers
+    ]
+
+
+_OUTDATED = (
+    "the index belongs to other files: copy the checkpoint again, or delete the index if the shards are complete "
+    "(names of the form model-00001-of-00002.safetensors are read without one)"
+)
+
+
+def _copy_problems(
+    files_by_name: Mapping[str, Sequence[str]], headers: Sequence[ShardHeader], readers: Mapping[str, ByteReader]
+) -> list[str]:
+    """Tensors that several files have with different values: readers would disagree about which one is meant."""
+    # A source of each file: one of all files would refuse the same name twice.
+    sources = {header.file: SafetensorsSource({header.file: readers[header.file]}, [header]) for header in headers}
+    return [
+        f"tensor {name!r} is in {files[0]} and, with other values, in {file}"
+        for name, files in files_by_name.items()
+        for file in files[1:]
+        if not same_values(sources[files[0]], name, sources[file], name)
     ]

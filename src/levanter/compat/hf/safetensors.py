@@ -28,20 +28,29 @@ class SafetensorsSource:
         readers: file name → reader. `byte_ranges` uses the same file names.
         headers: one per file.
         metadata: the files' `__metadata__`, merged.
+        notes: what a user should know about how the tensors were found.
     """
 
-    def __init__(self, readers: Mapping[str, ByteReader], headers: Iterable[ShardHeader] | None = None):
+    def __init__(
+        self,
+        readers: Mapping[str, ByteReader],
+        headers: Iterable[ShardHeader] | None = None,
+        *,
+        notes: Iterable[str] = (),
+    ):
         """Opens the files of a checkpoint.
 
         Args:
             readers: file name → reader.
             headers: one per file; read from the files if omitted.
+            notes: see the class.
 
         Raises:
             CorruptFileError: a header is damaged, or two files hold a tensor of the same name.
         """
         self.readers = dict(sorted(readers.items()))
         self.headers = tuple(read_headers(self.readers) if headers is None else headers)
+        self.notes = tuple(notes)
         self._entries: dict[str, tuple[str, TensorEntry]] = {}
         self.metadata: dict[str, str] = {}
         duplicates = []

@@ -19,7 +19,8 @@ class HarnessTaskConfig(Ranged):
     Attributes:
         task: name of a task, a group or a tag.
         task_alias: its name in the results; required where a task is listed in several variants.
-        num_fewshot: number of solved examples before each question.
+        num_fewshot: number of solved examples before each question; of a group, for each of its tasks whose file does
+            not set 0.
         additional_stop_strings: strings that end a generated text, in addition to the task's `until`.
         use_prompt, description, target_delimiter, fewshot_delimiter, doc_to_text, doc_to_target, doc_to_choice,
             dataset_path, dataset_name, output_type, test_split, training_split, validation_split, fewshot_split,

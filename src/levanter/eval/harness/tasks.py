@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -28,6 +28,8 @@ FEWSHOT_SEED = 1234
 """lm_eval's seed for the choice of few-shot examples."""
 RANDOM_SEED = 0
 """lm_eval's seed of Python's `random`."""
+
+logger = logging.getLogger(__name__)
 
 
 class UnavailableTaskError(HarnessError):
@@ -153,6 +155,8 @@ def load_tasks(config: HarnessConfig, include_path: Sequence[str] = ()) -> Loade
     stops: dict[str, tuple[str, ...]] = {}
     for spec in config.tasks:
         loaded = manager.load(spec)
+        if spec.num_fewshot is not None and manager.is_group(spec.task):
+            _set_fewshot(spec.num_fewshot, loaded["tasks"])
         task_by_name = _apply_alias(spec, loaded["tasks"])
         if duplicates := sorted(tasks.keys() & task_by_name.keys()):
             raise HarnessError(
@@ -308,6 +312,11 @@ class _Manager:
         """Whether there is a task, group, tag or file of this name."""
         return name in self._manager_with(name).task_index or (Path(name).suffix == ".yaml" and Path(name).is_file())
 
+    def is_group(self, name: str) -> bool:
+        """Whether a name is that of a group."""
+        entry = self._manager_with(name).task_index.get(name)
+        return entry is not None and entry.kind.name == "GROUP"
+
     def nearest(self, name: str) -> str:
         """A suggestion for an unknown name, for an error."""
         names = [] if self._run_manager is None else self._run_manager.all_tasks
@@ -320,11 +329,15 @@ class _Manager:
         """A task, or the tasks of a group, with their documents."""
         manager = self._manager_with(spec.task)
         entry = manager.task_index.get(spec.task)
-        if spec.changes and entry is not None and entry.kind.name == "GROUP":
-            raise HarnessError(
-                f"eval_harness.task_spec: {spec.task}: a group; changes ({', '.join(spec.changes)}) are a task's\n"
-                f"  → one entry for each of its tasks"
-            )
+        if entry is not None and entry.kind.name == "GROUP":
+            # lm_eval, too, takes a number of examples for all tasks of a group, and no other key.
+            others = [key for key in spec.changes if key != "num_fewshot"]
+            if others:
+                raise HarnessError(
+                    f"eval_harness.task_spec: {spec.task}: a group; changes ({', '.join(others)}) are a task's\n"
+                    f"  → one entry for each of its tasks"
+                )
+            spec = replace(spec, num_fewshot=None)
         if spec.changes and entry is None and Path(spec.task).suffix == ".yaml":
             raise HarnessError(
                 f"eval_harness.task_spec: {spec.task}: a file; changes ({', '.join(spec.changes)}) are a task's\n"
@@ -462,6 +475,16 @@ def _task_folder(entry: "_Entry | None", manager: "_LmManager", name: str) -> Pa
     path = None if entry.yaml_path is None else Path(entry.yaml_path).absolute()
     run_folders = [Path(folder) for folder in (manager.include_path or [])]
     return path.parent if path is not None and any(folder in path.parents for folder in run_folders) else None
+
+
+def _set_fewshot(count: int, tasks: Mapping[str, LmTask]) -> None:
+    """Sets the number of solved examples of all tasks of a group, as lm_eval does."""
+    for name, task in tasks.items():
+        # A task whose file says 0 cannot take any: it has no split for them, or its prompt has no place.
+        if task.get_config("num_fewshot") == 0:
+            logger.warning("%s: its file sets num_fewshot to 0, which is kept, as by lm_eval", name)
+        else:
+            task.set_config(key="num_fewshot", value=count)
 
 
 def _apply_alias(spec: HarnessTaskConfig, tasks: Mapping[str, LmTask]) -> dict[str, LmTask]:

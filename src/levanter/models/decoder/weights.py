@@ -204,8 +204,12 @@ def decoder_rules(
         table.append(WeightRule(target=f"transformer.norm.{part}", source=f"{names.norm}.{part}", axes=(EMBED,)))
     # Old checkpoints store the rotary frequencies, which follow from the config.
     ignored = ("*.rotary_emb.inv_freq", *ignored)
+    # A folder of the bare transformer (`LlamaModel`) has the names without their first part, and no head.
+    aliases = (*aliases, (f"{names.embedding.partition('.')[0]}.*", "*"))
     if config.tie_word_embeddings:
-        # With tied embeddings a checkpoint may hold a copy of the table as the head; it is not read.
+        # With tied embeddings a checkpoint may hold the table twice, or under the name of the head alone. Two tables
+        # that differ are not tied, whatever config.json says: `compat.hf.tied` compares them.
+        aliases = (*aliases, (f"{names.embedding}.weight", f"{names.head}.weight"))
         ignored = (*ignored, f"{names.head}.weight")
     else:
         table.append(by_token("lm_head.weight", f"{names.head}.weight"))

@@ -159,8 +159,6 @@ def rules(config: Gpt2Config, Vocab: Axis | None = None) -> WeightRules:
         block,
         names=NAMES,
         more=[positions],
-        # OpenAI's own files are the bare transformer, without this prefix and without a head.
-        aliases=(("transformer.", ""),),
         # Buffers of old files, not weights: the causal mask and the score of masked keys.
         ignored=("*.attn.bias", "*.attn.masked_bias"),
     )

@@ -126,8 +126,8 @@ def rules(config: GptNeoxConfig, Vocab: Axis | None = None) -> WeightRules:
         Vocab,
         [*block, *norms(config)],
         names=NAMES,
-        # Bare transformers have no prefix; transformers 5 names the head lm_head, as in other families.
-        aliases=(("gpt_neox.*", "*"), ("embed_out.weight", "lm_head.weight")),
+        # transformers 5 names the head lm_head, as in other families.
+        aliases=(("embed_out.weight", "lm_head.weight"),),
         # The causal mask and the score of masked keys are buffers
         # of old files. A tied model's copy of the head is not read.
         ignored=("*.attention.bias", "*.attention.masked_bias", *(("lm_head.weight",) if tied else ())),

@@ -1,6 +1,7 @@
 """`export_lm_to_hf --int8`: what stands in the files by the format's formula, and that it is read back bit for bit."""
 
 import json
+import random
 import shutil
 import warnings
 from dataclasses import replace
@@ -227,7 +228,12 @@ def test_other_formats_are_refused_by_name(block, said, exported, tmp_path, caps
         (lambda t: t.update({f"{LAYER}_scale": np.ones((1, 1), np.float32)}), "a scale per output channel"),
         (lambda t: t.update({f"{LAYER}_packed": np.ones((4, 4), np.int64)}), "expected int32"),
         (lambda t: t.pop(f"{LAYER}_packed"), f"{LAYER}_scale"),
-        (lambda t: t.update({f"{LAYER}_packed": t[f"{LAYER}_packed"][:, :-1].copy()}), "has shape"),
+        (lambda t: t.update({f"{LAYER}_packed": t[f"{LAYER}_packed"][:, :-1].copy()}), "says [64, 96]"),
+        (lambda t: t.pop(f"{LAYER}_shape"), f"'{LAYER}_packed' has no '{LAYER}_shape'"),
+        (lambda t: t.update({f"{LAYER}_shape": t[f"{LAYER}_shape"][::-1].copy()}), "says [96, 64]"),
+        (lambda t: t.update({f"{LAYER}_shape": np.asarray([64, -96])}), "says [64, -96]"),
+        (lambda t: t.update({f"{LAYER}_shape": np.asarray([64, 94])}), "rows that do not fill their integers"),
+        (lambda t: t.update({f"{LAYER}_shape": np.ones(3, np.int64)}), "expected two integers"),
         (lambda t: t[f"{LAYER}_scale"].fill(np.nan), "are not finite"),
     ],
 )
@@ -254,8 +260,53 @@ def test_layers_that_differ_are_refused_where_they_are_one_array(exported, tmp_p
 
     tensors[LAYER] = np.ones(shape, ml_dtypes.bfloat16)
     save_bfloat16(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{LAYER} is stored as bfloat16, but .* make it int8"):
+        arrays("{axes: {data: 8}}", reference=str(tmp_path))
+    _ignore(tmp_path, [LAYER.removesuffix(".weight")])
     with pytest.raises(ValueError, match=rf"is one array of 2 tensors, of which {LAYER} are not stored as int8"):
         arrays("{axes: {data: 8}}", reference=str(tmp_path))
+
+
+def _ignore(folder, patterns):
+    document = json.loads((folder / "config.json").read_text())
+    document["quantization_config"]["ignore"] = patterns
+    (folder / "config.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 20))])
+def test_what_is_int8_must_be_what_the_configuration_says(seed, exported, tmp_path):
+    """Which modules are plain in the files, and which are ignored, is drawn: they are read where both are the same."""
+    import ml_dtypes
+
+    from levanter.compat.hf.errors import ConfigMismatchError
+    from levanter.compat.open import open_checkpoint
+
+    draw = random.Random(20261128 + seed)
+    kinds = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    plain = set(draw.sample(kinds, draw.randrange(4)))
+    ignored = plain if draw.random() < 0.5 else set(draw.sample(kinds, draw.randrange(4)))
+    for file in exported.iterdir():
+        if file.suffix == ".json" and "index" not in file.name:
+            shutil.copy(file, tmp_path)
+    tensors = tensors_of(exported)
+    for name in [name.removesuffix("_packed") for name in tensors if name.endswith("_packed")]:
+        if name.split(".")[-2] in plain:
+            shape = tuple(tensors.pop(f"{name}_shape"))
+            del tensors[f"{name}_packed"], tensors[f"{name}_scale"]
+            tensors[name] = np.ones(shape, ml_dtypes.bfloat16)
+    save_bfloat16(tensors, tmp_path / "model.safetensors")
+    # By regular expressions or by the names of all modules, as recipes write them.
+    by_name = [f"model.layers.{n}.{part}.{kind}" for n in range(2) for part in ("self_attn", "mlp") for kind in ignored]
+    patterns = [rf"re:(.*\.)?{kind}$" for kind in ignored] if draw.random() < 0.5 else [*by_name, *ignored]
+    _ignore(tmp_path, sorted(patterns))
+    if plain == ignored:
+        opened = open_checkpoint(str(tmp_path))
+        assert {name.split(".")[-2] for name in opened.int8} == set(kinds) - plain
+        return
+    with pytest.raises(ConfigMismatchError) as refused:
+        open_checkpoint(str(tmp_path))
+    assert all(kind in str(refused.value) for kind in list(plain ^ ignored)[:1])
+    assert "correct quantization_config.ignore" in str(refused.value)
 
 
 def test_a_family_whose_rows_are_no_channels_is_refused(tokenizer, tmp_path, capsys):

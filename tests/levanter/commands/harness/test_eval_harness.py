@@ -113,8 +113,8 @@ def test_a_full_disk_at_the_end_loses_nothing(tmp_path, model, capsys, monkeypat
         (["--tasks", "made_sums", "--include_path", "/not/here"], "include_path: /not/here: no such folder"),
         (["--tasks", "made_sums", "--eval_harness.max_length", "1"], "eval_harness.max_length must be at least 2"),
         (
-            ["--eval_harness.task_spec", "[{task: made, num_fewshot: 2}]"],
-            "made: a group; changes (num_fewshot) are a task's",
+            ["--eval_harness.task_spec", "[{task: made, num_fewshot: 2, description: x}]"],
+            "made: a group; changes (description) are a task's",
         ),
         (["--tasks", "made_endings", "--eval_harness.max_length", "4"], "made_endings, document 0: the answer"),
         (
@@ -207,6 +207,19 @@ def test_two_variants_of_a_task(model):
         "made_letters": 0,
         "two": 2,
     }
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_number_of_examples_for_all_tasks_of_a_group(model, count):
+    """As lm_eval's `simple_evaluate(num_fewshot=…)` sets it: every task but those whose file says 0."""
+    plain = describe(harness_config(model, "made", limit=2), CPU8).work.tasks.loaded
+    spec = [HarnessTaskConfig(task="made", num_fewshot=count)]
+    loaded = describe(harness_config(model, "", limit=2, task_spec=spec), CPU8).work.tasks.loaded
+    assert loaded.tasks.keys() == plain.tasks.keys() and len(plain.tasks) > 1 and loaded.groups.keys() == {"made"}
+    files = {path.stem: path.read_text() for path in TASKS.glob("*.yaml")}
+    for name, task in loaded.tasks.items():
+        expected = 0 if "num_fewshot: 0" in files.get(name, "") else count
+        assert task.get_config("num_fewshot") == expected, name
 
 
 def test_assumed_requests_give_minutes_without_documents(model, monkeypatch):

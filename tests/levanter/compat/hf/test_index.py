@@ -89,29 +89,63 @@ def test_a_pickle_in_the_index(tmp_path):
     )
 
 
-def test_index_and_files_disagree_both_ways(tmp_path):
+def test_a_tensor_that_only_the_index_has_is_refused(tmp_path):
+    folder = write_folder(tmp_path, shards=2)
+    (first, _) = sorted(file.name for file in folder.glob("*.safetensors"))
+    rewrite_index(folder, lambda weight_map: weight_map.update({"model.extra.weight": first}))
+    found = refusal(folder, CorruptFileError)
+    assert found.startswith(
+        f"CKPT/{INDEX}: tensor 'model.extra.weight' should be in {first}, and no file that the index names has it\n  → "
+    )
+    assert "delete the index if the shards are complete" in found
+
+
+def test_tensors_that_the_index_does_not_place_rightly_are_read_from_where_they_are(tmp_path):
     folder = write_folder(tmp_path, shards=2)
     (first, second) = sorted(file.name for file in folder.glob("*.safetensors"))
+    placed = json.loads((folder / INDEX).read_text())["weight_map"]
+    moved = next(name for name in placed if placed[name] == first)
 
     def change(weight_map):
         del weight_map["model.norm.weight"]
-        weight_map["model.extra.weight"] = first
+        weight_map[moved] = second
 
     rewrite_index(folder, change)
-    assert refusal(folder, CorruptFileError) == (
-        f"CKPT/{INDEX}: 2 problems:\n"
-        f"  [1] tensor 'model.extra.weight' should be in {first}, which does not have it\n"
-        f"  [2] tensor 'model.norm.weight' of {second} is not in the index"
+    source, expected = open_weights(LocalFolder(folder)), tensors()
+    assert source.tensors.keys() == expected.keys()
+    for name in (moved, "model.norm.weight"):
+        values = source.read(name, tuple(slice(0, size) for size in expected[name].shape))
+        assert values.tobytes() == expected[name].tobytes()
+    assert source.notes == (
+        f"{moved}: in another file than the index says; read from {first}",
+        f"model.norm.weight: not in the index; read from {placed['model.norm.weight']}",
     )
 
 
-def test_a_tensor_in_two_shards_is_taken_from_where_the_index_says(tmp_path):
+def test_a_whole_file_is_read_beside_an_old_index(tmp_path):
+    folder = write_folder(tmp_path, shards=2)
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    weights = {name: (array * 2).astype(array.dtype) for name, array in tensors().items()}
+    save_file(weights, folder / "model.safetensors")
+    source = open_weights(LocalFolder(folder))
+    assert source.read("model.norm.weight", (slice(0, 32),)).tobytes() == weights["model.norm.weight"].tobytes()
+    assert source.notes == (f"{INDEX} is not used: model.safetensors has all tensors in one file",)
+
+
+@pytest.mark.parametrize("value", [1, 7])
+def test_a_tensor_in_two_shards_must_be_the_same_in_both(tmp_path, value):
     weights = {"a": np.zeros(2, np.float32), "b": np.ones(2, np.float32)}
     save_file(weights, tmp_path / "1.safetensors")
-    save_file({"b": np.full(2, 7, np.float32)}, tmp_path / "2.safetensors")
+    save_file({"b": np.full(2, value, np.float16)}, tmp_path / "2.safetensors")
     write_json(tmp_path / INDEX, {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
-    source = open_weights(LocalFolder(tmp_path))
-    assert source.read("b", (slice(0, 2),)).tolist() == [7, 7]
+    if value == 1:
+        source = open_weights(LocalFolder(tmp_path))
+        assert source.tensors["b"].dtype == np.float16
+        return
+    assert refusal(tmp_path, CorruptFileError).startswith(
+        f"CKPT/{INDEX}: tensor 'b' is in 1.safetensors and, with other values, in 2.safetensors\n  → "
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,11 @@ T = TypeVar("T")
 
 CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
+MERGE_FIRST = (
+    "merge it into its base with peft (PeftModel.from_pretrained(base, …).merge_and_unload().save_pretrained(…)), and "
+    "give the merged folder"
+)
+"""What to do with an adapter that is not read."""
 
 _ALTERS_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that also change the base's weights, so that the adapter fits no published checkpoint."""
@@ -44,6 +49,8 @@ class PeftConfig:
         base: the base model's name; None if the file does not have it.
         saved: modules that are trained in full; each name means all modules whose names end with it.
         tied: whether such a copy of a table is the output head's too (`ensure_weight_tying`).
+        layers: numbers of the layers that have adapters; None for all.
+        excluded: modules without one though `targets` names them, or a regular expression.
     """
 
     r: int
@@ -56,6 +63,16 @@ class PeftConfig:
     base: str | None = None
     saved: tuple[str, ...] = ()
     tied: bool = False
+    layers: tuple[int, ...] | None = None
+    excluded: tuple[str, ...] | str = ()
+
+    def is_target(self, module: str) -> bool:
+        """Whether a module has an adapter according to the configuration."""
+        if _is_named(self.excluded, module) or not _is_named(self.targets, module):
+            return False
+        # As peft finds it: the last number in the name, of a part behind at least two others.
+        number = re.match(r".*\.[^.]*\.(\d+)\.", module)
+        return self.layers is None or (number is not None and int(number[1]) in self.layers)
 
     def module_rank(self, module: str) -> int:
         """The rank of a module."""
@@ -68,6 +85,13 @@ class PeftConfig:
     def scale(self, rank: int, alpha: float) -> float:
         """The factor of the product of A and B."""
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def _is_named(names: tuple[str, ...] | str, module: str) -> bool:
+    """Whether a module is one of these: by its whole name or the end of it, or by a regular expression."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
@@ -91,7 +115,8 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
     """
     kind = document.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(where, f"peft_type is {kind!r}; only adapters of type LORA are read")
+        problem = f"peft_type is {kind!r}; only adapters of type LORA are read"
+        raise CheckpointError(where, problem, suggestion=MERGE_FIRST)
     refused = [
         f"{key}: {document[key]!r} is not implemented; only plain low-rank adapters are read"
         for key in _UNSUPPORTED
@@ -107,7 +132,7 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
             "checkpoint; convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     # Options first: values of an unsupported adapter need not follow the rules below.
-    raise_if(CheckpointError, where, refused)
+    raise_if(CheckpointError, where, refused, suggestion=MERGE_FIRST)
     problems: list[str] = []
     fields = _FieldReader(document, problems)
     config = PeftConfig(
@@ -117,10 +142,12 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
         use_rslora=fields.read("use_rslora", False, lambda x: isinstance(x, bool), "true or false"),
         rank_pattern=fields.read_patterns("rank_pattern", _is_rank, "positive integers"),
         alpha_pattern=fields.read_patterns("alpha_pattern", _is_alpha, "finite numbers other than 0"),
-        targets=_targets(document.get("target_modules"), problems),
+        targets=_targets("target_modules", document.get("target_modules"), problems),
         base=document.get("base_model_name_or_path") or None,
         saved=_names("modules_to_save", document.get("modules_to_save"), problems),
         tied=bool(document.get("ensure_weight_tying")),
+        layers=_layers(document.get("layers_to_transform"), problems),
+        excluded=_targets("exclude_modules", document.get("exclude_modules"), problems),
     )
     raise_if(CorruptFileError, where, problems)
     return config
@@ -164,8 +191,25 @@ def _is_alpha(value: object) -> bool:
     return math.isfinite(value) and value != 0
 
 
-def _targets(value: object, problems: list[str]) -> tuple[str, ...] | str:
-    return value if isinstance(value, str) else _names("target_modules", value, problems, "a list of names or a text")
+def _targets(key: str, value: object, problems: list[str]) -> tuple[str, ...] | str:
+    if not isinstance(value, str):
+        return _names(key, value, problems, "a list of names or a text")
+    try:
+        re.compile(value)
+    except re.error as error:
+        problems.append(f"{key}: {value!r} is not a regular expression: {error}")
+    return value
+
+
+def _layers(value: object, problems: list[str]) -> tuple[int, ...] | None:
+    numbers = [value] if isinstance(value, int) else value
+    if numbers is None or (
+        isinstance(numbers, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+    ):
+        # An empty list means all layers, as in peft.
+        return tuple(numbers) if numbers else None
+    problems.append(f"layers_to_transform must be numbers of layers, got {value!r:.80}")
+    return None
 
 
 def _names(key: str, value: object, problems: list[str], expected: str = "a list of names") -> tuple[str, ...]:

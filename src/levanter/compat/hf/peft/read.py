@@ -1,6 +1,6 @@
 """Reads peft's adapters; their targets and ranks are determined by tensor names and shapes alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -12,11 +12,13 @@ from haliax_ext.rules import WeightMismatchError, WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError, raise_if
 from levanter.compat.hf.locate import locate_first
-from levanter.compat.hf.peft.config import CONFIG, WEIGHTS, PeftConfig, read_peft_config
+from levanter.compat.hf.peft.config import CONFIG, MERGE_FIRST, WEIGHTS, PeftConfig, read_peft_config
 from levanter.compat.hf.peft.experts import split_experts
 from levanter.compat.hf.peft.names import BASE, PREFIX, A, B, module_names, peft_rules
+from levanter.compat.hf.peft.normal_form import merge_tables, uniform_layers
 from levanter.compat.hf.repository import read_json, require_file
 from levanter.compat.hf.safetensors import SafetensorsSource
+from levanter.compat.hf.tied import same_values
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.adapters.lora import Adapters
 from levanter.models.adapters.lora_targets import TargetGroup
@@ -34,11 +36,13 @@ class PeftAdapter:
         where: its name in messages.
         config: its `adapter_config.json`.
         source: its tensors.
+        tables: names of the embedding tables that it has factors of; `source` has them with their product added.
     """
 
     where: str
     config: PeftConfig
     source: TensorSource
+    tables: frozenset[str] = frozenset()
 
     def per_expert(self, groups: Sequence[TargetGroup]) -> "PeftAdapter":
         """The adapter with separate factors for each expert, if the file fuses them over all experts of a layer.
@@ -51,6 +55,57 @@ class PeftAdapter:
         """
         source, config = split_experts(self.source, self.config, groups, where=self.where)
         return replace(self, source=source, config=config)
+
+    def uniform(self, groups: Sequence[TargetGroup], rules: WeightRules) -> "PeftAdapter":
+        """The adapter with one rank and one scale for the layers of a stack, as a model of ours holds it.
+
+        The function is the same. Ranks that a layer lacked are zeros, in which training would change nothing.
+
+        Args:
+            groups: all groups of the model.
+            rules: of the model's weights.
+
+        Raises:
+            CheckpointError: the ranks of factors are not those of `adapter_config.json`; lists all.
+        """
+        source, config = uniform_layers(self.source, self.config, groups, rules, where=self.where)
+        return replace(self, source=source, config=config)
+
+    def resized_vocabulary(self, model_leaves: Sequence[Leaf], rules: WeightRules, vocab_size: int) -> int:
+        """The vocabulary size of the model: that of the adapter's own tables, if it was trained with another one.
+
+        peft then writes the table and the output head by itself, and with them the adapter is complete.
+
+        Args:
+            model_leaves: the base's leaves.
+            rules: the weight rules of the base.
+            vocab_size: the base's vocabulary size.
+
+        Raises:
+            CheckpointError: it has only some of the tables, or tables of several sizes; lists all.
+        """
+        table = rules.by_target()
+        by_rows = [leaf for leaf in model_leaves if "vocab" in leaf.names and leaf.path in table]
+        sizes: dict[str, int | None] = {}
+        for leaf in by_rows:
+            name = table[leaf.path].source
+            spellings = list(_table_names(name, rules))
+            names = [*spellings, *(f"{spelling.removesuffix('.weight')}{BASE}" for spelling in spellings)]
+            stored = next((self.source.tensors[other] for other in names if other in self.source.tensors), None)
+            # Rows are the first axis of tables and heads in all formats.
+            sizes[name] = None if stored is None or len(stored.shape) != 2 else stored.shape[0]
+        # Tables that the adapter lacks are the base's, and have its number of rows.
+        resized = {size for size in sizes.values() if size is not None} - {vocab_size}
+        if not resized:
+            return vocab_size
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{name}: {size or 'none'}" for name, size in sizes.items())
+            raise CheckpointError(
+                self.where,
+                f"its vocabulary was resized from {vocab_size}, and its tables have {listed} rows",
+                suggestion=MERGE_FIRST,
+            )
+        return resized.pop()
 
     def copied_paths(self, model_leaves: Sequence[Leaf], rules: WeightRules) -> tuple[str, ...]:
         """The paths of a model's parameters that the adapter replaces by full copies.
@@ -66,9 +121,9 @@ class PeftAdapter:
         stored = frozenset(self.source.tensors)
 
         def is_stored(name: str) -> bool:
-            others = [f"{PREFIX}{other}" for other in rules.spellings(name)]
             return any(
-                spelling in stored or f"{spelling.removesuffix('.weight')}{BASE}" in stored for spelling in others
+                spelling in stored or f"{spelling.removesuffix('.weight')}{BASE}" in stored
+                for spelling in _table_names(name, rules)
             )
 
         paths = tuple(
@@ -77,17 +132,44 @@ class PeftAdapter:
             if leaf.path in table and any(is_stored(name) for name in table[leaf.path].source_names(leaf))
         )
         # A model without a leaf of the head ties the head to its embedding table.
-        groups = {parameter_group(leaf) for leaf in model_leaves}
-        if HEAD not in groups and not self.config.tied:
-            tables = [leaf.path for leaf in model_leaves if leaf.path in paths and parameter_group(leaf) == EMBEDDING]
-            if any("vocab" in leaf.names for leaf in model_leaves if leaf.path in tables):
-                raise CheckpointError(
-                    self.where,
-                    "modules_to_save has the embedding table of a model whose output head is that table (tied "
-                    "weights), and the head kept the one of the base: with ensure_weight_tying: true both are the "
-                    "copy, and nothing else is implemented",
-                )
+        if HEAD in {parameter_group(leaf) for leaf in model_leaves}:
+            return paths
+        for leaf in model_leaves:
+            if leaf.path in paths and parameter_group(leaf) == EMBEDDING and "vocab" in leaf.names:
+                self._check_tied(table[leaf.path].source, rules)
         return paths
+
+    def _check_tied(self, name: str, rules: WeightRules) -> None:
+        """Refuses a copy of a tied model's embedding table that is not the output head's too.
+
+        Args:
+            name: the table's name in the base.
+            rules: the weight rules of the model.
+        """
+        stored = self.source.tensors
+        here = next(other for other in _table_names(name, rules) if other in stored)
+        if here in self.tables:
+            raise CheckpointError(
+                self.where,
+                f"{name}: it adapts the embedding table of a model whose output head is that table (tied weights), and "
+                "the head keeps the one of the base",
+                suggestion=MERGE_FIRST,
+            )
+        module = name.removesuffix(".weight")
+        # A table that peft saved by itself (of a resized vocabulary) is loaded into the base's, which both share. Its
+        # copy under the head's name must be equal.
+        heads = [f"{PREFIX}{head}" for head in rules.ignored if "*" not in head and f"{PREFIX}{head}" in stored]
+        is_shared = not any(module.endswith(saved) for saved in self.config.saved) and all(
+            same_values(self.source, here, self.source, head) for head in heads if head != here
+        )
+        if not (self.config.tied or is_shared):
+            raise CheckpointError(
+                self.where,
+                "modules_to_save has the embedding table of a model whose output head is that table (tied "
+                "weights), and the head kept the one of the base: with ensure_weight_tying: true both are the "
+                "copy, and nothing else is implemented",
+                suggestion=MERGE_FIRST,
+            )
 
     def targets(
         self, groups: Sequence[TargetGroup], rules: WeightRules, whole: PyTree = None
@@ -118,7 +200,7 @@ class PeftAdapter:
             if absent:
                 problems.append(
                     f"{absent[0]} has no adapter, and {len(ranks) - len(absent)} of the {len(ranks)} modules of its "
-                    "kind have one; adapters of some layers only (layers_to_transform) are not implemented"
+                    "kind have one; adapters of some layers only (layers_to_transform) are not trained"
                 )
                 continue
             first = next(iter(ranks))
@@ -126,7 +208,7 @@ class PeftAdapter:
             if len(set(ranks.values())) > 1 or len(alphas) > 1:
                 problems.append(
                     f"{group.source}: layers have different ranks or values of alpha (rank_pattern, alpha_pattern), "
-                    "which layers that are stacked cannot have"
+                    "which layers that are stacked cannot be trained with"
                 )
                 continue
             rank = ranks[first]
@@ -144,7 +226,7 @@ class PeftAdapter:
         ]
         raise_if(CheckpointError, self.where, problems)
         self._match(adapted, rules, whole)
-        if not adapted:
+        if not adapted and not leaf_paths(whole):
             raise CheckpointError(self.where, "it has no adapter of any projection")
         return tuple(adapted)
 
@@ -162,7 +244,8 @@ class PeftAdapter:
         try:
             table.match(leaves(tree), self.source.tensors)
         except WeightMismatchError as error:
-            raise CheckpointError(self.where, f"it does not go with the model:\n{error}") from error
+            message = f"it does not go with the model:\n{error}"
+            raise CheckpointError(self.where, message, suggestion=f"name its own base, or {MERGE_FIRST}") from error
 
     def tree(self, groups: Sequence[TargetGroup], whole: PyTree = None) -> Adapters:
         """The factors and full copies as abstract arrays.
@@ -213,6 +296,11 @@ class PeftAdapter:
         return with_arrays(tree, arrays)
 
 
+def _table_names(name: str, rules: WeightRules) -> Iterator[str]:
+    """The names of a base's tensor in an adapter; of a tied table not that of the output head, which is its copy."""
+    return (f"{PREFIX}{spelling}" for spelling in rules.spellings(name) if spelling not in rules.ignored)
+
+
 def _is_factor(name: str) -> bool:
     return name.endswith((A, B))
 
@@ -241,4 +329,6 @@ def open_peft(reference: str) -> PeftAdapter:
         )
     require_file(repository, WEIGHTS, purpose="the weights of the adapter")
     source = SafetensorsSource({repository.where(WEIGHTS): repository.reader(WEIGHTS)})
-    return PeftAdapter(where=repository.name, config=config, source=source)
+    merged = merge_tables(source, config, where=repository.name)
+    tables = frozenset(merged.tensors) - frozenset(source.tensors)
+    return PeftAdapter(where=repository.name, config=config, source=merged, tables=tables)

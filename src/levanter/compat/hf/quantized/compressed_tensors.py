@@ -11,13 +11,14 @@ Format: https://github.com/vllm-project/compressed-tensors
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from haliax_ext.sources import Index, TensorInfo
-from levanter.compat.hf.errors import CheckpointError, raise_if
+from levanter.compat.hf.errors import CheckpointError, ConfigMismatchError, CorruptFileError, raise_if
 from levanter.compat.hf.quantized.source import FIELD, DequantizingSource, QuantizedTensor, StoredPart
 from levanter.compat.hf.safetensors import SafetensorsSource
 from levanter.layers.quantized import LARGEST, SMALLEST_SCALE, STEP
@@ -31,6 +32,8 @@ PACKED_NAME, SHAPE_NAME = "_packed", "_shape"
 _ZERO_POINT = "_zero_point"
 _FOUR = 4
 _OFFSET = np.uint8(128)
+_LISTED = 8
+_QUANTIZE_AGAIN = "copy the files again, or give the checkpoint before it was quantized, and `quantize: int8`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +57,49 @@ class Int8Format:
     def covers(self, tensor: str) -> bool:
         """Whether the weight of a linear module is int8 according to config.json."""
         module = tensor.removesuffix(".weight")
-        return any(_matches(pattern, module) for pattern in self.targets) and not any(
-            _matches(pattern, module) for pattern in self.ignored
+        # A name in capitals is a class of modules, and these are linear ones whatever their class is called.
+        targeted = any(_matches(pattern, module) or pattern[:1].isupper() for pattern in self.targets)
+        return targeted and not any(_matches(pattern, module) for pattern in self.ignored)
+
+    def check(self, tensors: Mapping[str, TensorInfo], linear: Collection[str], *, where: object) -> None:
+        """Compares which weights are int8 with what config.json says.
+
+        Args:
+            tensors: the tensors that `open` offers.
+            linear: names of the weights of the model's linear modules.
+            where: the name of config.json in messages.
+
+        Raises:
+            ConfigMismatchError: some weights are int8 and config.json excludes them, or the reverse; lists all.
+        """
+        int8 = int8_weights(tensors)
+        listed = f"{FIELD}'s targets and ignore"
+        excluded = [name for name in sorted(int8) if not self.covers(name)]
+        floating = [name for name in sorted(linear) if name in tensors and name not in int8 and self.covers(name)]
+        problems = [f"{name} is stored as int8, but {listed} exclude it" for name in excluded]
+        problems += [f"{name} is stored as {tensors[name].dtype.name}, but {listed} make it int8" for name in floating]
+        # A pattern that matches nothing concerns every layer; a few lines show it.
+        if len(problems) > _LISTED:
+            problems = [*problems[:_LISTED], f"… and {len(problems) - _LISTED} more"]
+        raise_if(
+            ConfigMismatchError,
+            where,
+            problems,
+            suggestion=f"correct {FIELD}.ignore if the weights are right; readers differ in what they trust",
         )
 
     def open(self, source: SafetensorsSource) -> DequantizingSource:
         """Every int8 weight as int8, `[out, in]`, under its own name, and its `…weight_scale`.
 
         Raises:
-            CheckpointError: integers without scales.
+            CheckpointError: integers without scales, or packed ones without their shape or with another one.
         """
         stored = source.tensors
         packed = {name.removesuffix(PACKED_NAME) for name in stored if name.endswith(f".weight{PACKED_NAME}")}
         int8 = packed | int8_weights(stored)
-        raise_if(CheckpointError, ", ".join(source.readers), _tensor_problems(stored, packed, int8))
+        where = ", ".join(source.readers)
+        raise_if(CheckpointError, where, _tensor_problems(stored, packed, int8))
+        raise_if(CorruptFileError, where, _shape_problems(source, packed), suggestion=_QUANTIZE_AGAIN)
         # Symmetric integers have zero points of 0, where they have any.
         hidden = [name + ending for name in int8 for ending in (SHAPE_NAME, _ZERO_POINT)]
         # Integers that are not packed are read as they are stored. Scales are leaves of the int8 model, not of a part.
@@ -113,11 +145,13 @@ def _problems(block: Mapping[str, Any]) -> Sequence[str]:
     sparse = block.get("sparsity_config") or {"format": "dense"}
     if not isinstance(sparse, Mapping) or sparse.get("format") != "dense":
         problems.append(f"{FIELD}.sparsity_config: sparse weights are not read")
+    problems += _pattern_problems(f"{FIELD}.ignore", block.get("ignore"))
     groups = block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
         return [*problems, f"{FIELD}.config_groups is {groups!r:.60}, expected a mapping of groups"]
     for name, group in groups.items():
         where = f"{FIELD}.config_groups.{name}"
+        problems += _pattern_problems(f"{where}.targets", group.get("targets"))
         for part in ("input_activations", "output_activations"):
             if group.get(part) is not None:
                 problems.append(f"{where}.{part}: quantized activations are not supported")
@@ -136,6 +170,23 @@ def _problems(block: Mapping[str, Any]) -> Sequence[str]:
             for key, value in required.items()
             if settings.get(key) != value
         ]
+    return problems
+
+
+def _pattern_problems(key: str, value: object) -> list[str]:
+    """Problems of a list of module names, of which some are regular expressions."""
+    # A text would otherwise be read as a list of letters, none of which names a module.
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
+        return [f"{key} is {value!r:.60}, expected a list of names"]
+    problems = []
+    for pattern in value:
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            if pattern.startswith("re:"):
+                problems.append(f"{key}: {pattern!r:.60} is not a regular expression: {error}")
     return problems
 
 
@@ -180,6 +231,49 @@ def _tensor_problems(stored: Mapping[str, TensorInfo], packed: Collection[str], 
                 f"tensor {scale.name!r} has shape {list(scale.shape)}, expected {[entry.shape[0], 1]}: a scale per "
                 "output channel"
             )
+    # What is left of a weight whose integers are missing.
+    problems += [
+        f"tensor {name!r} describes a weight that is not stored as int8"
+        for name in stored
+        for ending in (SCALE, SHAPE_NAME)
+        if name.endswith(f".weight{ending}") and name.removesuffix(ending) not in int8
+    ]
+    return problems
+
+
+def _shape_problems(source: SafetensorsSource, packed: Collection[str]) -> list[str]:
+    """Packed weights whose recorded shape is missing or is not that of the integers."""
+    present = [name for name in sorted(packed) if name + SHAPE_NAME in source.tensors]
+    problems = [
+        f"tensor {name + PACKED_NAME!r} has no {name + SHAPE_NAME!r}, which records its unpacked shape"
+        for name in sorted(packed)
+        if name + SHAPE_NAME not in source.tensors
+    ]
+
+    def read(name: str) -> list[int] | None:
+        info = source.tensors[name + SHAPE_NAME]
+        if info.dtype.kind not in "iu" or info.shape != (2,):
+            return None
+        return [int(size) for size in source.read(info.name, (slice(0, 2),))]
+
+    # A few bytes for each matrix: on another machine, a request for each.
+    with ThreadPoolExecutor(16 if source.remote else 1) as pool:
+        recorded = dict(zip(present, pool.map(read, present), strict=True))
+    for name, shape in recorded.items():
+        rows, words = source.tensors[name + PACKED_NAME].shape
+        if shape is None:
+            info = source.tensors[name + SHAPE_NAME]
+            problems.append(f"tensor {info.name!r} is {info.dtype.name}{list(info.shape)}, expected two integers")
+        elif shape != [rows, words * _FOUR]:
+            # Rows shorter than their words are legal in the format; `in` of such a model is no multiple of 4.
+            partial = shape[0] == rows and -(-shape[1] // _FOUR) == words and shape[1] > 0
+            hint = ": rows that do not fill their integers are not read" if partial else ""
+            problems.append(
+                f"tensor {name + SHAPE_NAME!r} says {shape}, and {name + PACKED_NAME!r} holds "
+                f"{[rows, words * _FOUR]}{hint}"
+            )
+    if len(problems) > _LISTED:
+        problems = [*problems[:_LISTED], f"… and {len(problems) - _LISTED} more"]
     return problems
 
 

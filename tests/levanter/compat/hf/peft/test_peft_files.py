@@ -171,7 +171,7 @@ QKV = "base_model.model.model.layers.1.self_attn.qkv_proj"
         (lambda t: t[f"{QKV}.lora_A.weight"].__setitem__((2, 3), np.nan), "qkv_proj.lora_A.weight: 1 numbers are not"),
         (
             lambda t: t.update({f"{QKV}.lora_A.weight": np.zeros((5, 64), np.float32)}),
-            "layers have different ranks",
+            r"layers\.1\.self_attn\.qkv_proj: rank 5, but adapter_config\.json says 4",
         ),
         (lambda t: t.clear(), "it has no adapter of any projection"),
     ],

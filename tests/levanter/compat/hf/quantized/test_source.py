@@ -140,6 +140,7 @@ def test_packed_integers_that_touch_in_a_remote_file_are_unpacked(tmp_path, devi
     stored = {}
     for name, q in exact.items():
         stored |= {f"{name}_packed": packed(q), f"{name}_scale": np.ones((16, 1), np.float32)}
+        stored[f"{name}_shape"] = np.asarray(q.shape, np.int64)
     save_file(stored, tmp_path / "model.safetensors")
     rules = WeightRules(
         rules=(
