@@ -108,7 +108,7 @@ class TpuCompiler:
 
 
 class GpuCompiler:
-    """XLA's GPU compiler, in JAX's CUDA plugin. No NVIDIA package is needed: no kernel runs here."""
+    """XLA's GPU compiler, in JAX's CUDA plugin. It calls NVIDIA's assembler, and no library of kernels: none runs here."""
 
     def require(self, target: str) -> None:
         """See `TargetCompiler`."""
