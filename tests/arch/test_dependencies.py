@@ -24,6 +24,8 @@ BY_NAME_ONLY = {
     "pytest-xdist": "pytest's option -n",
     "pytest-timeout": "pytest's option --timeout",
     "jax-cuda13-plugin": "JAX loads the GPU compiler from it",
+    "compressed-tensors": "transformers reads int8 folders with it",
+    "nvidia-cuda-nvcc": "the GPU compiler calls its assembler",
 }
 """Declared and never imported by us, with the reason."""
 
