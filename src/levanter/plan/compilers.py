@@ -108,7 +108,7 @@ class TpuCompiler:
 
 
 class GpuCompiler:
-    """XLA's GPU compiler, in JAX's CUDA plugin. It calls NVIDIA's assembler, and no library of kernels: none runs here."""
+    """XLA's GPU compiler, in JAX's CUDA plugin. It calls NVIDIA's assembler, and needs no library of kernels."""
 
     def require(self, target: str) -> None:
         """See `TargetCompiler`."""
