@@ -259,6 +259,7 @@ class RecurrentEngine:
     dtype: str = "float32"
     allocation: Any = "paged"
     share_prefixes: bool = True
+    snapshots: int = 1
     behind: int = 2
 
     @functools.cached_property
@@ -287,6 +288,7 @@ class RecurrentEngine:
             allocation=self.allocation,
             page_size=self.page_size,
             pages=self.pages,
+            snapshots_per_row=self.snapshots,
         )
 
     @functools.cached_property

@@ -158,6 +158,7 @@ class DecodeCost:
         mixers: pairs of a mixer's spec and the number of layers with it.
         state_ways: number of devices over which other axes of the decode state are sharded, by name.
         earlier: ids before a token that the model reads.
+        snapshots: snapshots for each row.
         weight_flops: FLOPs of a token in products with weights, over all devices.
         sequence_flops: length of a sequence → FLOPs beyond those products, over all devices, under a causal mask.
         expert_count: experts of a layer, and experts of a token; None for a model without experts.
@@ -189,6 +190,7 @@ class DecodeCost:
     mixers: tuple[tuple[Mixer, int], ...]
     state_ways: Mapping[str, int] = field(default_factory=dict[str, int])
     earlier: int = 0
+    snapshots: int = 0
     weight_flops: float
     sequence_flops: Callable[[int], int]
     expert_count: tuple[int, int] | None = None
@@ -214,7 +216,9 @@ class DecodeCost:
             # The pages keep all positions of a layer with a window too, so the window bounds only what is read.
             positions = min(context, window or context) if seen else context
             for leaf in layer_leaves(mixer, jnp.dtype(dtype or self.dtype)).values():
-                total += count * leaf.nbytes(ways) * (positions if leaf.kind == "paged" else 1)
+                # Snapshots take memory, and a step does not read them.
+                copies = positions if leaf.kind == "paged" else 1 if seen else 1 + self.snapshots
+                total += count * leaf.nbytes(ways) * copies
         return total
 
     def fitting(self, limit: int, context: int, dtype: str | None = None, *, temp_bytes: int = 0) -> int:
@@ -309,6 +313,10 @@ class DecodeCost:
         # The same rule as `Schedule.bucket_for`, for the Programs by name.
         names = {size: name for name, (_, size) in self.prefill.items()}
         calls = []
+        # A prompt is also cut at the end of its last page, where a snapshot is taken.
+        last = (tokens - 1) // self.page * self.page if self.snapshots else 0
+        if last:
+            return (*replace(self, snapshots=0).calls_of_prompt(last), *self.calls_of_prompt(tokens - last))
         while tokens > 0:
             below, above = ([s for s in names if s <= tokens], [s for s in names if s >= tokens])
             fills = above and (2 * tokens > min(above) or not below)
@@ -410,6 +418,7 @@ def decode_cost(
         mixers=tuple(mixers.items()),
         state_ways={name: mesh.ways(compute.mesh_axes(name)) for name in sorted(state_axes)},
         earlier=cache.earlier_token_ids,
+        snapshots=cache.snapshots // cache.rows,
         weight_flops=flops.weights,
         # The search asks for the same few lengths again and again.
         sequence_flops=functools.cache(functools.partial(config.sequence_flops, attention="causal")),

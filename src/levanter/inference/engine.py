@@ -147,6 +147,8 @@ class DeviceRunner:
         inputs["row"][:] = self.programs.cache.rows
         inputs["tokens"] = np.zeros((rows, length), np.int32)
         inputs["tables"] = np.zeros((rows, tables.shape[1]), np.int32)
+        if self.programs.cache.snapshots:
+            inputs |= {name: np.full(rows, -1, np.int32) for name in ("load", "save")}
         if self._earlier:
             inputs["earlier"] = np.full((rows, self._earlier), NO_TOKEN, np.int32)
         # Sampling parameters are kept by slot; the prefill call wants them by lane, its own batch axis.
@@ -156,6 +158,9 @@ class DeviceRunner:
             assert slot_sampling is not None, f"{chunk.id} has no parameters"
             inputs["tokens"][chunk.lane, : len(chunk.tokens)] = chunk.tokens
             inputs["tables"][chunk.lane] = tables[chunk.slot]
+            for name, snapshot in (("load", chunk.load), ("save", chunk.save)):
+                if snapshot is not None:
+                    inputs[name][chunk.lane] = snapshot
             if chunk.earlier:
                 # The oldest first; before the first token of a sequence is none.
                 inputs["earlier"][chunk.lane, self._earlier - len(chunk.earlier) :] = chunk.earlier
@@ -317,6 +322,7 @@ def make_schedule(
         shards=cache.shards,
         fixed=cache.allocation == "fixed",
         share_prefixes=share_prefixes and cache.shares_prefixes,
+        snapshots=cache.snapshots // cache.shards if share_prefixes else 0,
         max_queued_tokens=max_queued_tokens,
     )
 

@@ -5,8 +5,9 @@ pages from a pool as they grow, and a table lists the pages of each row. Rows ar
 shard has its own pool: tables number the pages within a shard.
 
 Pages hold the leaves that grow with the text (`layers.decode_state`), keys and values. Leaves of a fixed size for each
-row are allocated with the rows. Rows that begin alike share pages only if a model has no such leaf: the state at the
-end of the common part is no longer there when another row wants it.
+row are allocated with the rows. Rows that begin alike share pages; in a model with leaves of a fixed size, up to the
+last snapshot of those (`inference.row_leaves`), since such a leaf cannot be taken back to an earlier position. The
+number of snapshots is planned.
 """
 
 from collections.abc import Mapping
@@ -20,10 +21,16 @@ from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import ShardingPlan, plan_sharding
 from levanter.inference.config import Allocation
-from levanter.layers.decode_state import EARLIER, TOKEN_IDS, DecodeState, Kind, StateSizes, kind_of_axes
+from levanter.inference.row_leaves import SNAPSHOT, with_snapshots
+from levanter.layers.decode_state import EARLIER, TOKEN_IDS, DecodeState, StateSizes, kind_of_axes
 from levanter.models.base import Decodes
 
-KIND_NAMES: Mapping[str, str] = {"paged": "cache", "slot": "state of fixed size", "token_ids": "ids of earlier tokens"}
+KIND_NAMES: Mapping[str, str] = {
+    "paged": "cache",
+    "slot": "state of fixed size",
+    "token_ids": "ids of earlier tokens",
+    SNAPSHOT: "snapshots",
+}
 """The kinds of decode state as reports name them."""
 PAGE_SIZE = 128
 """Positions in a page of a paged cache."""
@@ -40,6 +47,7 @@ class CachePlan:
         page_size: positions in a page.
         pages: pages over all shards.
         dtype: of keys and values.
+        snapshots: snapshots of rows, over all shards; 0 for a model whose state is in pages.
         shards: shards of the rows and of the pages.
         abstract: the state with shapes instead of arrays.
         mappings: the mappings of the run, with rows (`batch`) and pages sharded like its batch.
@@ -54,6 +62,7 @@ class CachePlan:
     page_size: int
     pages: int
     dtype: np.dtype
+    snapshots: int
     shards: int
     abstract: DecodeState
     mappings: Mappings
@@ -76,11 +85,12 @@ class CachePlan:
         return self.sharding.bytes_per_device
 
     @cached_property
-    def bytes_by_kind(self) -> Mapping[Kind, int]:
-        """Bytes on a device, of the kinds that the model has."""
-        totals: dict[Kind, int] = {}
+    def bytes_by_kind(self) -> Mapping[str, int]:
+        """Bytes on a device, of the kinds that the model has, and of `snapshot`s."""
+        totals: dict[str, int] = {}
         for planned in self.sharding.leaves:
-            kind = kind_of_axes(planned.leaf.names)
+            names = planned.leaf.names
+            kind = SNAPSHOT if SNAPSHOT in names else kind_of_axes(names)
             totals[kind] = totals.get(kind, 0) + planned.bytes_per_device
         return totals
 
@@ -92,7 +102,10 @@ class CachePlan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a row on each device that holds it, of whatever its length: all that is not in pages."""
+        """Bytes of a row on each device that holds it, of whatever its length: all that is not in pages.
+
+        With as many snapshots as there are for each row.
+        """
         return (self.bytes_per_device - self.bytes_by_kind.get("paged", 0)) * self.shards // self.rows
 
     @property
@@ -104,7 +117,7 @@ class CachePlan:
     def shares_prefixes(self) -> bool:
         """Whether a row can begin with pages of another one: it also needs what is not in pages."""
         # The host knows token ids and passes them, so they hinder nothing.
-        return self.allocation == "paged" and "slot" not in self.bytes_by_kind
+        return self.allocation == "paged" and ("slot" not in self.bytes_by_kind or self.snapshots > 0)
 
     @property
     def earlier_token_ids(self) -> int:
@@ -143,6 +156,7 @@ def plan_cache(
     allocation: Allocation = "fixed",
     page_size: int = PAGE_SIZE,
     pages: int | None = None,
+    snapshots_per_row: int = 0,
     hbm_bytes: int | None = None,
 ) -> CachePlan:
     """Plans a cache.
@@ -158,6 +172,7 @@ def plan_cache(
         allocation: whether a row owns one page or takes pages as it grows.
         page_size: positions in a page of a paged cache.
         pages: pages of a paged cache, over all shards; None for as many as all rows need at full length.
+        snapshots_per_row: snapshots, in proportion to the rows, of a paged model with leaves of a fixed size.
         hbm_bytes: memory of one device; without it replication is reported, never an error.
 
     Raises:
@@ -166,7 +181,7 @@ def plan_cache(
     """
     # Rows and pages are sharded like the batch: a row's pages are in its own shard.
     over = mappings.compute.mesh_axes(batch_axis)
-    compute = mappings.compute.merged({"batch": over or None, "page": over or None})
+    compute = mappings.compute.merged(dict.fromkeys(("batch", "page", SNAPSHOT), over or None))
     shards = mesh.ways(over)
     # A fixed cache is a paged one whose pages are as long as a row, so that each row needs one.
     slots = max_seq_len if allocation == "fixed" else page_size
@@ -190,7 +205,10 @@ def plan_cache(
         raise ValueError("\n".join(problems))
     # Shapes only: no memory is allocated.
     sizes = StateSizes(rows=rows, pages=num_pages, page_size=slots, dtype=dtype)
-    cache = abstract(lambda: model.start(sizes))
+    # Fixed pages are not shared, so nothing would load a snapshot.
+    snapshots = rows * snapshots_per_row if allocation == "paged" else 0
+    cache = abstract(lambda: with_snapshots(model.start(sizes), snapshots))
+    has_snapshots = any(name.startswith(SNAPSHOT) for name in cache)
     # The cache is placed by the compute mapping, like the keys that are written into it, not like parameters; overrides
     # of the run name leaves of the model.
     sharding = plan_sharding(leaves(cache), replace(mappings, params=compute, overrides=()), mesh, hbm_bytes=hbm_bytes)
@@ -201,6 +219,7 @@ def plan_cache(
         page_size=slots,
         pages=num_pages,
         dtype=dtype,
+        snapshots=snapshots if has_snapshots else 0,
         shards=shards,
         abstract=cache,
         mappings=replace(mappings, compute=compute),

@@ -121,7 +121,8 @@ class LeaderRunner:
         """See `DeviceRunner.prefill`."""
         # The order is that of `_decode_chunk`.
         chunk_fields = [
-            [p.slot, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.remaining, list(p.earlier)] for p in chunks
+            [p.slot, p.lane, p.start, list(p.tokens), p.fresh, p.ends, p.remaining, list(p.earlier), p.load, p.save]
+            for p in chunks
         ]
         # Sent before the call: a Program with collectives runs only when all processes have dispatched it.
         self._broadcast_call("prefill", tables, sampling, masks, bucket=list(bucket), chunks=chunk_fields)
@@ -206,7 +207,7 @@ def run_follower(rows: Runner, receive: ReceiveFrame, scorer: ScorePromptFn | No
 
 
 def _decode_chunk(fields: Sequence[Any]) -> PrefillChunk:
-    place, lane, start, tokens, fresh, ends, remaining, earlier = fields
+    place, lane, start, tokens, fresh, ends, remaining, earlier, load, save = fields
     return PrefillChunk(
         id=_NO_CHOICE,
         slot=place,
@@ -217,4 +218,6 @@ def _decode_chunk(fields: Sequence[Any]) -> PrefillChunk:
         ends=ends,
         remaining=remaining,
         earlier=tuple(earlier),
+        load=load,
+        save=save,
     )

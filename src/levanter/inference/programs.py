@@ -29,7 +29,7 @@ from haliax_ext.prefetch import place
 from haliax_ext.program import Input, Jit, Program
 from haliax_ext.pytree import PyTree, is_named
 from levanter.inference.kv_cache import CachePlan
-from levanter.inference.row_leaves import put_lanes, take_lanes
+from levanter.inference.row_leaves import model_leaves, put_lanes, take_lanes
 from levanter.inference.sampling import Sampled, SlotParams, Top, noise_keys, sample, top_tokens
 from levanter.inference.slot_state import SlotState
 from levanter.layers.attention.cache_positions import NewPositions
@@ -97,8 +97,9 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
     `decode_program`); `tokens [batch, position]`, ids; `first` and `count [batch]`, the position of the first of them
     and their number; `tables [batch, table]`, the pages of these rows; `row [batch]`, their rows of the state, or the
     number of rows for an unused lane; `fresh` and `ends [batch]`, whether the prompt begins and ends here; `remaining
-    [batch]`, how many tokens the row may get; `prompt [batch]`, the length of the request's prompt; and if the model
-    reads earlier ids, `earlier [batch, earlier]`, those before the first of `tokens`.
+    [batch]`, how many tokens the row may get; `prompt [batch]`, the length of the request's prompt; if the model reads
+    earlier ids, `earlier [batch, earlier]`, those before the first of `tokens`; with snapshots, `load` and `save
+    [batch]`, the snapshots that lanes begin with and write, or -1.
 
     Args:
         model: the model.
@@ -107,16 +108,24 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         tokens: tokens of each prompt per call.
     """
     Batch, Pos = Axis("batch", rows), Axis("position", tokens)
+    # Inputs that only some models need.
+    optional_axes: dict[str, tuple[Axis, ...]] = {}
+    if cache.snapshots:
+        optional_axes |= {"load": (Batch,), "save": (Batch,)}
+    if cache.earlier_token_ids:
+        optional_axes["earlier"] = (Batch, Axis(EARLIER, cache.earlier_token_ids))
 
     def prefill(
-        net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, remaining, prompt, earlier=None
+        net, cache_, state, params, masks, ids, first, count, tables, row, fresh, ends, remaining, prompt, *optional
     ):
         # Keys and values are written at positions first … first + count - 1 of each row; the rest of the lane is
         # padding.
         at = NewPositions.consecutive(first, count, Pos, tables=tables, block=model.cache_block, flat=model.matrix_unit)
-        lanes = take_lanes(cache_, row, fresh=fresh, earlier=earlier, total=cache.rows)
+        more = dict(zip(optional_axes, optional, strict=True))
+        load, save, earlier = (more.get(name) for name in ("load", "save", "earlier"))
+        lanes = take_lanes(cache_, row, fresh=fresh, earlier=earlier, load=load, total=cache.rows)
         activations, lanes = net.advance(ids, lanes, at, length=cache.max_seq_len)
-        cache_ = put_lanes(cache_, lanes, row, total=cache.rows)
+        cache_ = put_lanes(cache_, lanes, row, save=save, total=cache.rows)
         # Padding after the end of a chunk may be anything: it must not end the row.
         finite = hax.all(hax.isfinite(activations.astype(jnp.float32)) | ~at.valid, ("position", "embed"))
         # The activations of the last token of each row, as a masked sum: rows end at different positions.
@@ -147,12 +156,10 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         "remaining": (Batch,),
         "prompt": (Batch,),
     }
-    if cache.earlier_token_ids:
-        input_axes["earlier"] = (Batch, Axis(EARLIER, cache.earlier_token_ids))
     return _program(
         f"prefill_{rows}x{tokens}",
         prefill,
-        (*_slot_inputs(Batch, model, cache), *_integer_inputs(input_axes)),
+        (*_slot_inputs(Batch, model, cache), *_integer_inputs({**input_axes, **optional_axes})),
         cache,
         model,
     )
@@ -185,7 +192,8 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
         row_tables = None if cache.allocation == "fixed" else tables
         at = NewPositions.consecutive(state.position, running.astype(jnp.int32), Pos, tables=row_tables, **options)
         ids = state.last_token.broadcast_axis(Pos).rearrange((Batch, Pos))
-        activations, cache_ = net.advance(ids, cache_, at, length=cache.max_seq_len)
+        activations, leaves = net.advance(ids, model_leaves(cache_), at, length=cache.max_seq_len)
+        cache_ = {**cache_, **leaves}
         last = activations["position", 0]
         finite = hax.all(hax.isfinite(last.astype(jnp.float32)), "embed")
         sampled = _sample_tokens(net, activations, params, state.noise, state.position + 1, state.counts, finite, masks)

@@ -54,6 +54,9 @@ class Schedule:
         fixed: each row owns its pages, an equal share of its shard's; no prefixes are shared and nothing is preempted.
         share_prefixes: whether sequences with the same first pages share them.
         earlier: number of ids before a chunk of a prompt that the model reads.
+        snapshots: snapshots of a shard, for a model that remembers more than its pages. Prefixes are then shared up to
+            the last snapshot; one is taken at each end of a chunk that is the end of a page, and a prompt is also cut
+            at the end of its last page for one. 0 if pages hold all that the model remembers.
     """
 
     rows: int
@@ -67,6 +70,7 @@ class Schedule:
     fixed: bool = False
     share_prefixes: bool = True
     earlier: int = 0
+    snapshots: int = 0
 
     def __post_init__(self) -> None:
         assert self.rows % self.shards == 0, f"{self.rows} rows do not divide into {self.shards} shards"
@@ -94,7 +98,9 @@ class Schedule:
     def start(self) -> SchedulerState:
         """The state without sequences."""
         return SchedulerState(
-            queue=(), rows=(None,) * self.rows, pools=tuple(PagePool(self.pages) for _ in range(self.shards))
+            queue=(),
+            rows=(None,) * self.rows,
+            pools=tuple(PagePool(self.pages, self.snapshots) for _ in range(self.shards)),
         )
 
     def check(self, request: Request) -> None:
@@ -199,6 +205,12 @@ class Schedule:
             return sizes[min(above)]
         return sizes[max(below)]
 
+    def next_cut(self, row: SequenceState) -> int:
+        """The position up to which the chunks of a prompt are planned next: its end, or that of its last page."""
+        # At least one token follows: it must be computed by those who share the pages.
+        last = (row.target - 1) // self.page_size * self.page_size if self.snapshots else 0
+        return last if row.written < last else row.target
+
     def pages_for(self, positions: int) -> int:
         """Number of pages for so many positions."""
         return -(-positions // self.page_size)
@@ -266,6 +278,8 @@ class _Work:
             # them.
             self._name(row, pool)
             pool.release(row.pages)
+            if row.load is not None:
+                pool.unpin_snapshot(row.load)
         self.rows[row.slot] = None
         self.released.append(row.slot)
 
@@ -306,7 +320,7 @@ class _Work:
         # What it wrote is given up. Its tokens (`generated`) stay, and are prefilled with the prompt when it runs
         # again.
         waits = replace_fields(
-            row, slot=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, preempted=True
+            row, slot=None, target=0, written=0, shared=0, pages=(), sound=0, named=0, preempted=True, load=None
         )
         self.queue = sorted([*self.queue, waits], key=lambda row: row.order)
 
@@ -375,7 +389,7 @@ class _Work:
             if others == len(slots):
                 continue
             pool = self.look(shard)
-            shared = cached_pages(pool, names)
+            shared = self._shared_pages(pool, names)
             remaining = pool.available - sum(pool.is_idle(page) for page in shared)
             # Idle pages that it would share are no longer available, and the others must be taken.
             remaining -= self.schedule.pages_for(row.known) - len(shared)
@@ -400,9 +414,11 @@ class _Work:
                 range((slot - first) * pages_per_slot, (slot - first) * pages_per_slot + schedule.row_pages)
             )
             shared: tuple[int, ...] = ()
+            load = None
         else:
             pool = self.pool(shard)
-            shared = cached_pages(pool, names)
+            shared = self._shared_pages(pool, names)
+            load = pool.pin_snapshot(names[len(shared) - 1]) if shared and schedule.snapshots else None
             # Shared pages are marked as used first: `take` may drop idle pages, and these may be idle.
             pool.share(shared)
             pages = shared + pool.take(schedule.pages_for(row.known) - len(shared))
@@ -418,8 +434,16 @@ class _Work:
                 names=names,
                 sound=len(shared) * schedule.page_size,
                 named=len(shared),
+                load=load,
             )
         )
+
+    def _shared_pages(self, pool: PagePool, names: Sequence[bytes]) -> tuple[int, ...]:
+        """The pages that a sequence can begin with; with snapshots, up to the last page that has one."""
+        pages = cached_pages(pool, names)
+        while self.schedule.snapshots and pages and not pool.has_snapshot(names[len(pages) - 1]):
+            pages = pages[:-1]
+        return pages
 
     def decode(self) -> tuple[DecodeSlot, ...]:
         """Plans the decode call: every sequence whose prompt is computed and that may have more tokens."""
@@ -436,7 +460,9 @@ class _Work:
     def prefill(self) -> tuple[tuple[int, int] | None, tuple[PrefillChunk, ...]]:
         """Plans the prefill call of the oldest sequence, which others join that need a call of the same size."""
         waiting = [
-            (self.schedule.bucket_for(row.target - row.written), row) for row in self.running() if row.prefilling
+            (self.schedule.bucket_for(self.schedule.next_cut(row) - row.written), row)
+            for row in self.running()
+            if row.prefilling
         ]
         if not waiting:
             return None, ()
@@ -446,8 +472,11 @@ class _Work:
         for lane, row in sorted(self._lanes([row for call, row in waiting if call == bucket], bucket).items()):
             assert row.slot is not None
             # The last chunk of a prompt may be shorter than the call.
-            end = min(row.target, row.written + bucket[1])
+            end = min(self.schedule.next_cut(row), row.written + bucket[1])
             ends = end == row.target
+            if row.load is not None:
+                # Calls run in order: whatever overwrites the snapshot from now on comes after this one.
+                self.pool(self.shard_for_slot(row.slot)).unpin_snapshot(row.load)
             chunk = PrefillChunk(
                 id=row.id,
                 slot=row.slot,
@@ -460,11 +489,22 @@ class _Work:
                 ends=ends,
                 remaining=row.unplanned,
                 earlier=row.tokens[max(0, row.written - self.schedule.earlier) : row.written],
+                load=row.load,
+                save=self._snapshot_at(row, end),
             )
             chunks.append(chunk)
             # A chunk that ends the prompt samples one token; the others bring none, so nothing is due for them.
-            self.put(replace_fields(row, written=end, due=(*row.due, 1) if ends else row.due))
+            self.put(replace_fields(row, written=end, due=(*row.due, 1) if ends else row.due, load=None))
         return bucket, tuple(chunks)
+
+    def _snapshot_at(self, row: SequenceState, end: int) -> int | None:
+        """The snapshot that a chunk writes at its end; None for none."""
+        size = self.schedule.page_size
+        if not self.schedule.snapshots or end % size or row.slot is None:
+            return None
+        pages = end // size
+        name = page_hashes(row.tokens[:end], size, row.names[:pages])[-1]
+        return self.pool(self.shard_for_slot(row.slot)).take_snapshot(name)
 
     def _lanes(self, waiting: Sequence[SequenceState], bucket: tuple[int, int]) -> Mapping[int, SequenceState]:
         """The sequences of a call by lane: each shard has its own consecutive lanes."""

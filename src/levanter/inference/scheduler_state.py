@@ -28,12 +28,18 @@ class PagePool:
     content that a later prompt may begin with. Idle pages are reused when there are no free ones, the least recently
     used first. Methods change the pool in place; `copy` makes an independent one.
 
+    A *snapshot* holds what else a sequence remembered at the end of a page. It is known by the name of the page, and is
+    of use as long as the page is. The least recently used one is overwritten, except if a sequence is about to load it.
+
     Attributes:
         size: number of pages.
+        snapshots: number of snapshots.
     """
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, size: int, snapshots: int = 0):
+        self.size, self.snapshots = size, snapshots
+        self._snapshot_of: dict[bytes, int] = {}  # the least recently used first
+        self._loading: dict[int, int] = {}
         # A stack: the lowest page number is taken first.
         self._free = list(range(size - 1, -1, -1))
         self._holders: dict[int, int] = {}
@@ -44,8 +50,10 @@ class PagePool:
 
     def copy(self) -> "PagePool":
         """An independent copy."""
-        other = PagePool(0)
+        other = PagePool(0, self.snapshots)
         other.size = self.size
+        other._snapshot_of = self._snapshot_of.copy()
+        other._loading = self._loading.copy()
         other._free = self._free.copy()
         other._holders = self._holders.copy()
         other._idle = self._idle.copy()
@@ -91,7 +99,10 @@ class PagePool:
     def _forget(self, page: int) -> int:
         del self._idle[page]
         # The page gets other content, so no later prompt may find it by its old one.
-        del self._page_of[self._name_of.pop(page)]
+        name = self._name_of.pop(page)
+        del self._page_of[name]
+        # Nobody loads it: a sequence that is about to uses the page, too.
+        self._snapshot_of.pop(name, None)
         return page
 
     def share(self, pages: Iterable[int]) -> None:
@@ -130,6 +141,46 @@ class PagePool:
     def find(self, name: bytes) -> int | None:
         """The page with this content; None if there is none."""
         return self._page_of.get(name)
+
+    def has_snapshot(self, name: bytes) -> bool:
+        """Whether there is a snapshot at the end of the page with this content."""
+        return name in self._snapshot_of
+
+    def pin_snapshot(self, name: bytes) -> int:
+        """The number of a snapshot, which stays until `unpin_snapshot`."""
+        number = self._snapshot_of[name] = self._snapshot_of.pop(name)
+        self._loading[number] = self._loading.get(number, 0) + 1
+        return number
+
+    def unpin_snapshot(self, number: int) -> None:
+        """Ends a `pin_snapshot`: the call that loads the snapshot is planned, or none will."""
+        self._loading[number] -= 1
+        if not self._loading[number]:
+            del self._loading[number]
+
+    def take_snapshot(self, name: bytes) -> int | None:
+        """The number of a snapshot to be written at the end of a page; None if there is one already, or no room.
+
+        Args:
+            name: the content of the page, which need not be known to the pool yet.
+        """
+        number = self._snapshot_of.get(name)
+        if number is None:
+            unused = self.snapshots > len(self._snapshot_of)
+            used = set(self._snapshot_of.values())
+            # Free ones first, then the least recently used; those that will be loaded must stay.
+            free = (n for n in range(self.snapshots) if n not in used) if unused else ()
+            oldest = ((n, old) for old, n in self._snapshot_of.items())
+            number = next((n for n in free if n not in self._loading), None)
+            if number is None:
+                number, old = next(((n, old) for n, old in oldest if n not in self._loading), (None, b""))
+                self._snapshot_of.pop(old, None)
+        # One of a page whose content was never read as finite is written again, unless it is about to be loaded.
+        elif name in self._page_of or number in self._loading:
+            return None
+        if number is not None:
+            self._snapshot_of[name] = number
+        return number
 
     def is_idle(self, page: int) -> bool:
         """Whether a page is idle."""
@@ -217,6 +268,7 @@ class SequenceState:
         sound: positions whose keys and values are in the cache and known to be finite, from calls that were read.
         named: number of its pages whose hash is in the pool.
         preempted: whether it ran before.
+        load: the snapshot that its next chunk begins with.
     """
 
     id: ChoiceId
@@ -234,6 +286,7 @@ class SequenceState:
     sound: int = 0
     named: int = 0
     preempted: bool = False
+    load: int | None = None
 
     @property
     def known(self) -> int:
@@ -357,6 +410,8 @@ class PrefillChunk:
         ends: whether it is the last one: the call samples the next token.
         remaining: number of tokens that the sequence may then still have, that one included.
         earlier: the ids before the chunk, as many as the model reads or the sequence has.
+        load: the snapshot that it begins with, None if it begins with no state or with that of the chunk before.
+        save: the snapshot that it writes at its end; None for none.
     """
 
     id: ChoiceId
@@ -368,6 +423,8 @@ class PrefillChunk:
     ends: bool
     remaining: int
     earlier: tuple[int, ...] = ()
+    load: int | None = None
+    save: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

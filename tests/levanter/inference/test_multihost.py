@@ -1,5 +1,6 @@
 """What process 0 calls is called elsewhere: the same calls with the same arrays, told in small messages."""
 
+import dataclasses
 import random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +28,7 @@ class Calls:
         self.noted: list[tuple] = []
 
     def prefill(self, bucket, parts, tables, sampling, masks=None):
-        told = [(p.slot, p.lane, p.start, p.tokens, p.fresh, p.ends, p.remaining) for p in parts]
+        told = [dataclasses.replace(p, id=None) for p in parts]
         return self._note("prefill", bucket, told, tables, sampling, masks)
 
     def decode(self, rows, tables, sampling, masks=None):
@@ -78,6 +79,9 @@ def drive(leading: LeaderRunner, seed: int, steps: int) -> list[tuple]:
                     **{"id": of, "slot": n, "lane": lane, "start": 8 * lane, "fresh": lane == 0, "ends": lane == 1},
                     tokens=tuple(rng.randrange(128_000) for _ in range(rng.randrange(1, 2048))),
                     remaining=rng.randrange(99),
+                    earlier=tuple(rng.randrange(128_000) for _ in range(rng.randrange(3))),
+                    load=rng.choice([None, 0, 5]),
+                    save=rng.choice([None, 0, 7]),
                 )
                 for lane, n in enumerate(running)
             ]

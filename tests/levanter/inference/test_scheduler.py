@@ -38,10 +38,26 @@ def request(id, tokens, *, n=1, max_tokens=4, **more):
 
 @dataclass
 class Device:
-    """What is in the cache: (shard, page, slot) → the whole sequence up to there."""
+    """The cache: (shard, page, slot) → the whole sequence up to there; and what rows and snapshots remember."""
 
     schedule: Schedule
     cache: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
+    memory: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    snapshots: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def remember(self, parts, texts):
+        """A prefill call, for a model that remembers more than its pages: all lanes load before any of them saves."""
+        shards = {part.slot: part.slot // self.schedule.rows_per_shard for part in parts}
+        for part in parts:
+            loaded = () if part.load is None else self.snapshots[shards[part.slot], part.load]
+            before = loaded if part.fresh else self.memory[part.slot]
+            assert part.fresh or part.load is None
+            assert before == texts[part.id][: part.start], f"place {part.slot} begins with another memory"
+            self.memory[part.slot] = before + part.tokens
+        for part in parts:
+            if part.save is not None:
+                assert 0 <= part.save < self.schedule.snapshots
+                self.snapshots[shards[part.slot], part.save] = self.memory[part.slot]
 
     def at(self, plan, place, position):
         page = int(plan.tables[place, position // self.schedule.page_size])
@@ -121,6 +137,8 @@ class Run:
                 # Those that it made itself are counted as they are computed again.
                 assert not params.counts_tokens or part.start <= len(self.prompts[part.id.request])
             ends.append((part, sequence[: part.start + len(part.tokens)]))
+        if self.schedule.snapshots:
+            self.device.remember(plan.prefill, self.texts)
         # The rows of one call run at the same time: none may depend on what another one writes.
         for part, sequence in ends:
             self.device.write(plan, part.slot, sequence, part.start)
@@ -140,6 +158,9 @@ class Run:
                 if self.done[row.slot]:
                     break
                 sequence = self.texts[row.id]
+                if self.schedule.snapshots:
+                    assert self.device.memory[row.slot] == sequence[:-1]
+                    self.device.memory[row.slot] = sequence
                 self.device.check_read(plan, row.slot, sequence[:-1])
                 self.device.write(plan, row.slot, sequence, len(sequence) - 1)
                 token = self.token(row.id, sequence)
@@ -196,6 +217,8 @@ class Run:
                 there = self.device.cache[shard, page, schedule.page_size - 1]
                 assert page_hashes(there, schedule.page_size)[-1] == name, "a page has another name than contents"
                 assert POISON not in there, "a row may begin with what is lost"
+                if pool.has_snapshot(name):
+                    assert self.device.snapshots[shard, pool._snapshot_of[name]] == there
             holders = {}
             for place in range(shard * schedule.rows_per_shard, (shard + 1) * schedule.rows_per_shard):
                 row = standing.rows[place]
@@ -224,7 +247,11 @@ class Run:
 
 def snapshot(standing):
     return dataclasses.replace(standing, pools=()), [
-        (list(p._free), dict(p._holders), list(p._idle), dict(p._page_of), dict(p._name_of)) for p in standing.pools
+        (
+            *(list(p._free), dict(p._holders), list(p._idle), dict(p._page_of), dict(p._name_of)),
+            *(list(p._snapshot_of.items()), dict(p._loading)),
+        )
+        for p in standing.pools
     ]
 
 
@@ -236,6 +263,7 @@ def traces(draw):
     fixed = draw(st.integers(0, 7)) == 0
     places = draw(st.integers(1, 4))
     row_pages = -(-context // page_size)
+    shares = draw(st.booleans())
     pages = places * row_pages if fixed else draw(st.integers(max(2, row_pages // 2), 2 * row_pages))
     schedule = Schedule(
         rows=places * shards,
@@ -249,7 +277,8 @@ def traces(draw):
         max_queued_tokens=draw(st.sampled_from([10, 60, 1000])),
         shards=shards,
         fixed=fixed,
-        share_prefixes=draw(st.booleans()),
+        share_prefixes=shares,
+        snapshots=draw(st.sampled_from([0, 1, 2, 5])) if shares and not fixed else 0,
     )
     behind = draw(st.integers(0, 2))
     likely = st.sampled_from([1, 2] * 10 + [POISON])
@@ -306,6 +335,7 @@ def play(trace):
     assert run.lost == {one for one in run.lost if POISON in run.prompts[one.request]}
     for pool in run.state.pools:
         assert pool.in_use == 0 and pool.available == pool.size
+        assert not pool._loading, "a snapshot waits for nobody"
     return run
 
 
@@ -449,6 +479,29 @@ def test_prompts_that_are_counted_or_scored_are_computed_whole(more):
     run.offer(request("b", range(1, 11), max_tokens=2, **more))
     run.lengths[ChoiceId("b", 0)], run.limits[ChoiceId("b", 0)] = 99, 2
     assert run.step().prefill[0].start == 0
+
+
+def test_a_prefix_is_shared_up_to_the_last_snapshot():
+    """A prompt of 13 tokens is cut at its calls of 8 and at the end of its last page, 12; both get a snapshot."""
+    schedule = small(pages=16, snapshots=2)
+    run = started(schedule, request("a", range(1, 14), max_tokens=2))
+    plans = [run.step() for _ in range(3)]
+    cuts = [(part.start, len(part.tokens), part.load, part.save) for plan in plans for part in plan.prefill]
+    assert cuts == [(0, 8, None, 0), (8, 4, None, 1), (12, 1, None, None)]
+    run.drain(20)
+    for id, tokens, first in (("b", [*range(1, 13), 77], (12, 1)), ("c", [*range(1, 12), 78, 79], (8, 0))):
+        run.offer(request(id, tokens, max_tokens=2))
+        run.lengths[ChoiceId(id, 0)], run.limits[ChoiceId(id, 0)] = 99, 2
+        (part,) = run.step().prefill
+        assert (part.start, part.load, part.fresh) == (*first, True)
+        run.drain(20)
+
+
+def test_choices_of_a_request_share_its_prompt_by_a_snapshot():
+    run = started(small(pages=16, snapshots=1), request("a", range(1, 14), n=3, max_tokens=9))
+    plans = [run.step() for _ in range(5)]
+    computed = [(part.id.choice, part.start, part.load) for plan in plans for part in plan.prefill]
+    assert computed == [(0, 0, None), (0, 8, None), (0, 12, None), (1, 12, 0), (2, 12, 0)]
 
 
 def test_choices_of_a_request_share_its_prompt():
