@@ -239,3 +239,7 @@ class TrainingData:
         if self.steps is not None:
             lines.append(f"the data ends after {self.steps:,} steps")
         return lines
+
+    def report(self, steps: int) -> list[str]:
+        """Everything that is logged when a run begins: `describe`, the notes, and the samples."""
+        return [*self.describe(steps), *self.notes, *self.samples]

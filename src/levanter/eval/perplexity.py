@@ -151,6 +151,11 @@ class EvalResult:
         """Sets whose loss is infinite or not a number: some token had probability 0, or the model overflowed."""
         return tuple(one.name for one in self.sets if not math.isfinite(one.score.nats))
 
+    @property
+    def headline(self) -> str:
+        """One line: the loss over all sets."""
+        return f"validation loss {self.overall.micro.loss:.4f} nats per token"
+
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
         """The metrics for trackers, with upstream's names.
 

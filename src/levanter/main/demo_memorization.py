@@ -28,7 +28,8 @@ from levanter.commands.cli.devices import configure_jax, local_target
 from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.cli.lifecycle import exit_process
 from levanter.commands.memorize.config import EvalCarelessLmConfig
-from levanter.commands.train.lm.train_lm import TrainLmConfig, TrainWork
+from levanter.commands.train.lm.train_lm import TrainLmConfig
+from levanter.commands.train.work import TrainWork
 from levanter.compat.hf.config_bridge import write_config
 from levanter.compat.open import load_tokenizer
 from levanter.data import LmDataConfig, next_tokens

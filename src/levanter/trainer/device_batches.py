@@ -10,8 +10,7 @@ from jax.sharding import Mesh
 from haliax_ext.prefetch import place, shardings
 from haliax_ext.program import Input
 from haliax_ext.pytree import PyTree
-from levanter.data import NO_TARGET, TrainingData, TrainRows, batches, next_tokens, pair_targets
-from levanter.trainer.dpo import PairBatch
+from levanter.data import TrainingData, TrainRows, batches, next_tokens
 from levanter.trainer.loss import LmBatch
 
 
@@ -30,17 +29,14 @@ def rows_here(declared: Input, mesh: Mesh) -> tuple[int, int]:
     return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
-def place_rows(rows: TrainRows, declared: Input, mesh: Mesh, reference: np.ndarray | None = None) -> PyTree:
+def place_rows(rows: TrainRows, declared: Input, mesh: Mesh) -> PyTree:
     """Rows as the batch of a train step, filled up with padding rows of weight 0.
 
     Args:
         rows: the rows of the global batch in the range `rows_here`, without padding.
         declared: the step's input, abstract.
         mesh: the devices.
-        reference: for pairs, the reference's log-probabilities, float32 `[rows, 2]`.
     """
-    if isinstance(declared.value, PairBatch):
-        return _place_pairs(rows, declared, mesh, reference)
     abstract: LmBatch = declared.value
     (Batch, Pos) = abstract.tokens.axes
     first, stop = rows_here(declared, mesh)
@@ -56,17 +52,6 @@ def place_rows(rows: TrainRows, declared: Input, mesh: Mesh, reference: np.ndarr
     return place(declared, {"targets": targets, **{path: getattr(rows, path) for path in paths}}, mesh, first_row=first)
 
 
-def _place_pairs(rows: TrainRows, declared: Input, mesh: Mesh, reference: np.ndarray | None) -> PairBatch:
-    """Pairs as a batch, filled up with padding rows in which no token counts."""
-    first, stop = rows_here(declared, mesh)
-    missing = [(0, stop - first - rows.tokens.shape[0]), (0, 0), (0, 0)]
-    tokens, targets = pair_targets(rows)
-    values = {"tokens": np.pad(tokens, missing), "targets": np.pad(targets, missing, constant_values=NO_TARGET)}
-    if reference is not None:
-        values["reference"] = np.pad(reference, missing[:2])
-    return place(declared, values, mesh, first_row=first)
-
-
 def placed_batches(
     data: TrainingData,
     input_of: Callable[[int], Input],
@@ -75,8 +60,7 @@ def placed_batches(
     first: int,
     stop: int,
     ahead: int = 2,
-    reference: Callable[[int, int, int], np.ndarray] | None = None,
-    seen: Callable[[int, TrainRows], None] = lambda *_: None,
+    place: Callable[[int, tuple[int, int], TrainRows], PyTree] | None = None,
 ) -> Generator[tuple[int, Any], None, None]:
     """Yields the batches of steps `first` to `stop` on the devices; the next `ahead` are prepared in the background.
 
@@ -89,9 +73,8 @@ def placed_batches(
         first: the first step.
         stop: the step after the last.
         ahead: number of batches prepared on the host.
-        reference: (step, first row, row after the last) → the reference's log-probabilities of these pairs; None for
-            none.
-        seen: called with each step and this process's rows.
+        place: (step, (first row, row after the last), these rows of the global batch) → the step's batch on the
+            devices; by default `place_rows`.
     """
 
     def local_rows(step: int) -> tuple[int, int]:
@@ -103,6 +86,4 @@ def placed_batches(
     # Closing the generator stops its background thread when the caller ends early.
     with closing(batches(data, first=first, stop=stop, rows=local_rows, ahead=ahead)) as row_batches:
         for step, rows in row_batches:
-            seen(step, rows)
-            reference_logprobs = None if reference is None else reference(step, *local_rows(step))
-            yield step, place_rows(rows, input_of(step), mesh, reference_logprobs)
+            yield step, place_rows(rows, input_of(step), mesh) if place is None else place(step, local_rows(step), rows)

@@ -18,7 +18,7 @@ A step minimizes the mean over its pairs.
 import math
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 import equinox as eqx
 import haliax as hax
@@ -26,13 +26,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
+from jax.sharding import Mesh
 
 from haliax_ext.planner import ShardingPlan
+from haliax_ext.prefetch import place
+from haliax_ext.program import Input
 from haliax_ext.pytree import PyTree
 from levanter.config.validators import NonNegativeFloat, Range, Ranged
+from levanter.data import NO_TARGET, TrainRows, pair_targets
 from levanter.layers.outputs import Sums
 from levanter.models.base import LmHeadModel
 from levanter.models.scoring import has_target, token_logprobs
+from levanter.trainer.device_batches import rows_here
 from levanter.trainer.objective import LOSS, AtStep, Objective, Term
 from levanter.trainer.trainable import bind
 
@@ -223,8 +228,13 @@ class PreferenceObjective(Objective[PairModels, PairBatch]):
     stored: bool = False
     chunk: int | None = None
 
-    gradient_in_loop = False
-    """False: the weight of a token's gradient depends on the log-probabilities of its whole pair."""
+    sequences = 2
+    """The chosen and the rejected text."""
+
+    def in_chunks(self, chunk: int | None) -> Self:
+        """See `Objective.in_chunks`."""
+        # The gradient stays out of the scoring loop: a token's weight depends on the log-probabilities of its pair.
+        return replace(self, chunk=chunk)
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -274,6 +284,24 @@ class PreferenceObjective(Objective[PairModels, PairBatch]):
         # With adapters the reference is the policy's own base: without stop_gradient it would be differentiated.
         with jax.named_scope("reference"):
             return jax.lax.stop_gradient(pair_logprobs(model.reference, batch, chunk=self.chunk))
+
+
+def place_pairs(rows: TrainRows, declared: Input, mesh: Mesh, reference: np.ndarray | None = None) -> PairBatch:
+    """Pairs as the batch of a train step, filled up with padding rows in which no token counts.
+
+    Args:
+        rows: the pairs of the global batch that this process's devices hold, without padding.
+        declared: the step's input, abstract.
+        mesh: the devices.
+        reference: the reference's log-probabilities, float32 `[pairs, 2]`; None if steps compute them.
+    """
+    first, stop = rows_here(declared, mesh)
+    missing = [(0, stop - first - rows.tokens.shape[0]), (0, 0), (0, 0)]
+    tokens, targets = pair_targets(rows)
+    values = {"tokens": np.pad(tokens, missing), "targets": np.pad(targets, missing, constant_values=NO_TARGET)}
+    if reference is not None:
+        values["reference"] = np.pad(reference, missing[:2])
+    return place(declared, values, mesh, first_row=first)
 
 
 def _is_pair(counts: jax.Array) -> jax.Array:

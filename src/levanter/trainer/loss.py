@@ -7,8 +7,8 @@ only the looked-up rows are cast: the gradient of a row is summed over the posit
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -78,6 +78,9 @@ class LmObjective(Objective[LmHeadModel, LmBatch]):
     z_loss_weight: Weight = 0.0
     auxiliary_weights: Mapping[str, Weight] = field(default_factory=dict)
     chunk: int | None = None
+
+    def in_chunks(self, chunk: int | None) -> Self:
+        return replace(self, chunk=chunk)
 
     @property
     def terms(self) -> tuple[Term, ...]:

@@ -19,7 +19,7 @@ microbatch gets all of the others, such as a normalizer from the host. The langu
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -86,7 +86,20 @@ class Statistic:
 
 
 class Objective(ABC, Generic[M, B]):
-    """The function that is minimized, for models of type `M` and batches of type `B`."""
+    """The function that is minimized, for models of type `M` and batches of type `B`.
+
+    Attributes:
+        sequences: sequences of the axis of positions in a row of a batch.
+        chunk: positions that the output head scores at a time; None if the objective leaves that to the plan.
+    """
+
+    sequences: ClassVar[int] = 1
+    chunk: int | None = None
+
+    @property
+    def gradient_in_loop(self) -> bool:
+        """Whether `total` computes the gradient of the head in the loop that scores it."""
+        return False
 
     @property
     @abstractmethod
@@ -144,6 +157,11 @@ class Objective(ABC, Generic[M, B]):
         """
         sums = self._scaled(self.sums(model, batch, at), scale)
         return self.minimized(sums, at), sums
+
+    def in_chunks(self, chunk: int | None) -> Self:
+        """The same objective with the planned chunk; itself if it scores no head."""
+        del chunk
+        return self
 
     def zeros(self) -> Sums:
         """The sums of no rows."""

@@ -10,7 +10,7 @@ from helpers.plan_cases import CASES
 from haliax_ext.hlo import AxisSpan
 from haliax_ext.meshspec import MeshSpec
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.lm.train_lm import describe, describe_full_finetune
+from levanter.commands.train.lm.train_lm import ENTRY_POINT, describe
 from levanter.config import load_written
 from levanter.hardware import parse_accelerator
 from levanter.plan.collective_bytes import (
@@ -54,7 +54,7 @@ def plan_of(model: str, pod: str, *, everywhere: bool = False, full: bool = Fals
     }
     words = [word for key, value in document.items() for word in (f"--{key}", json.dumps(value))]
     loaded = load_written(TrainLmConfig, words)
-    described = describe_full_finetune if full else describe
+    described = ENTRY_POINT.describe_full_finetune if full else describe
     return described(loaded.config, pod_target(pod), written=loaded.written)
 
 

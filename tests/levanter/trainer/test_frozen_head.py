@@ -9,7 +9,7 @@ import pytest
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.dpo.config import TrainDpoConfig
 from levanter.commands.train.dpo.train_dpo import describe as describe_pairs
-from levanter.commands.train.lm.train_lm import describe, describe_full_finetune
+from levanter.commands.train.lm.train_lm import ENTRY_POINT, describe
 from levanter.config import load_written
 from levanter.runplan import Target
 
@@ -46,7 +46,9 @@ def words(document: dict) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "described", [pytest.param(describe, marks=pytest.mark.slow), describe_full_finetune], ids=["adapters", "full"]
+    "described",
+    [pytest.param(describe, marks=pytest.mark.slow), ENTRY_POINT.describe_full_finetune],
+    ids=["adapters", "full"],
 )
 def test_a_head_is_gathered_outside_of_the_loop_over_chunks(described):
     loaded = load_written(TrainLmConfig, words(DOCUMENT))

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from haliax_ext.abstract import abstract, leaves, map_arrays, with_arrays
 from haliax_ext.rules import WeightRules
 from levanter.commands.model.quantization import QuantizationError, quantize_projections
-from levanter.commands.model.source import ModelSource
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.run_dirs import RunDirs
+from levanter.commands.train.task import Running
+from levanter.commands.train.trained_run import ResolvedTraining, TrainedRun
 from levanter.commands.train.work import TrainWork
 from levanter.compat.hf.export import ExportExtras, plan_export, tokenizer_documents, write_export
 from levanter.compat.hf.peft import PeftAdapter, PeftPlan, gather_adapter, open_peft, plan_peft, write_peft
@@ -26,7 +26,6 @@ from levanter.models.adapters.whole import find_whole, select_leaves
 from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.trainer.adapter_state import Adapted
-from levanter.trainer.state import StatePlan
 from levanter.trainer.train_state import TrainState
 
 
@@ -53,26 +52,20 @@ def resolve_adapters(config: TrainLmConfig, model: LmConfig, Vocab: hax.Axis, mo
     return Adapted(targets=targets, config=config.lora, every=every, whole=whole)
 
 
-def open_initial_adapters(
-    adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, module: LmHeadModel
-) -> PeftAdapter | None:
+def open_initial_adapters(run: TrainedRun) -> PeftAdapter | None:
     """The stored adapters that a run starts from, or None for fresh ones; reads headers only.
-
-    Args:
-        adapted: those of the run.
-        model: the architecture.
-        Vocab: rows of its embedding.
-        module: the model, abstract.
 
     Raises:
         CheckpointError: the folder is none, or of another model.
         AdapterError: it has other adapters than the run trains; lists all that differ.
     """
+    adapted = run.adapted
     # Fresh adapters need no file; whole-model training has none.
     source = None if adapted is None else adapted.config.initialize_from
     if adapted is None or source is None:
         return None
-    key, config, rules = f"{KEY}.initialize_from", adapted.config, model.weight_rules(Vocab)
+    module = abstract(lambda: run.build(jax.random.PRNGKey(0)))
+    key, config, rules = f"{KEY}.initialize_from", adapted.config, run.model.weight_rules(run.Vocab)
     opened = open_peft(source).per_expert(adapted.every)
     # Without being told to, peft also writes the full matrix of an output head that has LoRA factors. Such a matrix is
     # a copy of a frozen weight and no entry of `modules_to_save`.
@@ -136,26 +129,20 @@ def load_initial_adapters(work: TrainWork, mesh: Mesh) -> Adapters:
 
 
 def frozen_base(
-    config: TrainLmConfig,
-    adapted: Adapted,
-    origin: ModelSource | None,
-    model: LmConfig,
-    Vocab: hax.Axis,
-    module: LmHeadModel,
+    training: ResolvedTraining, adapted: Adapted, Vocab: hax.Axis, module: LmHeadModel
 ) -> tuple[LmHeadModel, WeightRules | None]:
     """The abstract base model of the adapters and the rules of its weights; None if its own rules apply.
 
     Args:
-        config: the run.
+        training: the run.
         adapted: its adapters.
-        origin: the checkpoint that it begins from; None for none.
-        model: the architecture.
         Vocab: rows of its embedding.
         module: the abstract model, in the dtype of weights that are not quantized.
 
     Raises:
         QuantizationError: the base cannot be quantized, or is stored in integers and cannot be merged.
     """
+    origin = training.origin
     int8 = adapted.config.base_dtype == "int8"
     if origin is None:
         if int8:
@@ -165,12 +152,12 @@ def frozen_base(
             )
         return module, None
     # A merge adds a float update to each weight; a weight stored as int8 cannot represent the sum.
-    if origin.has_int8 and config.merged_hf_save_path is not None:
+    if origin.has_int8 and training.config.merged_hf_save_path is not None:
         raise QuantizationError(
             f"merged_hf_save_path: the weights of {origin.reference} are 8-bit integers, to which nothing can be "
             "added; use peft_save_path"
         )
-    rules = origin.weight_rules(model, Vocab, leaves(module))
+    rules = origin.weight_rules(training.model, Vocab, leaves(module))
     quantized = quantize_projections(module, rules, quantize_all=int8, tied_head="share", is_stored=origin.is_int8)
     # A quantized weight has leaves of other paths (`.weight.q`, `.weight.scale`), so a whole copy of it finds no leaf.
     if quantized is not None and (integers := set(adapted.whole) - {leaf.path for leaf in leaves(quantized.module)}):
@@ -181,41 +168,40 @@ def frozen_base(
     return (module, None) if quantized is None else (quantized.module, quantized.rules)
 
 
-def plan_peft_export(
-    config: TrainLmConfig, adapted: Adapted | None, model: LmConfig, Vocab: hax.Axis, plan: StatePlan
-) -> PeftPlan | None:
+def plan_peft_export(run: TrainedRun) -> PeftPlan | None:
     """The plan of the adapter export, also used to gather adapters for merging; None if nothing is exported.
 
     Raises:
         UnsupportedTargetError: a target has no place in such files; lists all.
     """
-    if adapted is None or config.exports is None:
+    adapted = run.adapted
+    if adapted is None or run.config.exports is None:
         return None
     return plan_peft(
         # Groups that are not trained are passed too: the names in peft's config must match the chosen modules only.
         adapted.targets,
         adapted.every,
-        model.weight_rules(Vocab),
-        leaves(plan.adapters),
+        run.model.weight_rules(run.Vocab),
+        leaves(run.state_plan.adapters),
         use_rslora=adapted.config.use_rslora,
-        base=config.pretrained,
-        true_sizes=None if model.vocab_size is None else {"vocab": model.vocab_size},
+        base=run.config.pretrained,
+        true_sizes={"vocab": run.vocab},
     )
 
 
-def save_adapters(work: TrainWork, state: TrainState, dirs: RunDirs, taken: int, *, show: bool) -> str:
+def save_adapters(running: Running, state: TrainState, taken: int) -> str:
     """Exports the adapters of a state: in peft's format, merged into their base, or both, as configured.
 
     Args:
-        work: the run's.
+        running: the run.
         state: of which they are.
-        dirs: the run's folders.
         taken: steps taken.
-        show: whether this process prints.
 
     Returns:
         The folder of the adapters, or of the merged model if only that is exported.
     """
+    work: TrainWork = running.plan.work
+    dirs = running.dirs
     assert work.peft is not None
     # Collects the arrays by path, as above.
     arrays: dict[str, jax.Array] = {}
@@ -231,7 +217,7 @@ def save_adapters(work: TrainWork, state: TrainState, dirs: RunDirs, taken: int,
         assert work.adapted is not None
         # Collective: all processes send their shards, process 0 alone receives the factors.
         adapter = gather_adapter(work.peft, arrays, where=f"step {taken}").per_expert(work.adapted.every)
-        _save_merged(work, adapter, merged, tokenizer, show=show)
+        _save_merged(work, adapter, merged, tokenizer, show=running.session.show)
     # The other processes have sent their last array while process 0 is still writing, so this barrier waits longer.
     barrier("exported", seconds=ONE_FOR_ALL_SECONDS)
     return folder

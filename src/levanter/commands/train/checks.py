@@ -14,9 +14,9 @@ from haliax_ext.pytree import PyTree
 from levanter.checkpoint import CheckpointRef, SavedLeaf, checkpoint_at, used_shapes
 from levanter.checkpoint.restore_specs import check_leaves, saved_leaf
 from levanter.commands.cli.outputs import output_checks
-from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.config_diff import ChangedRunError, judge
+from levanter.commands.train.config_diff import ChangedRunError, ResumeKeys, judge
 from levanter.commands.train.run_dirs import RunDirs, find_resume, refuse_existing_exports
+from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import (
     FORMATS,
     AbsentTextError,
@@ -34,7 +34,6 @@ from levanter.optim import OptimizerConfig
 from levanter.optim.groups import describe_groups
 from levanter.runplan import BAD_INPUT, Check, RunRefused
 from levanter.trainer.frozen_identity import FrozenPart, check_partition, under_model
-from levanter.trainer.state import StatePlan
 from levanter.trainer.train_state import MODEL, OPTIMIZER
 
 T = TypeVar("T")
@@ -77,17 +76,17 @@ def data_checks(
     ]
 
 
-def run_dir_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> list[Check]:
+def run_dir_checks(run: TrainedRun, frozen: FrozenPart | None, keys: ResumeKeys) -> list[Check]:
     """Checks that a run may write its folders, and that the checkpoint it begins from matches its state.
 
     The contents of a run's own folder are only known if the run has a name (`trainer.id`, `$RUN_ID`).
 
     Args:
-        config: the run.
-        model: its architecture.
-        plan: the placement of its state.
+        run: the training run.
         frozen: the part of the model that is not trained.
+        keys: the keys that only its task has.
     """
+    config = run.config
     written = config.trainer.checkpointer
     checks = [
         *output_checks("trainer.log_dir", config.trainer.log_dir),
@@ -101,7 +100,7 @@ def run_dir_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, froz
         if (path := getattr(config, key)) is not None:
             checks += output_checks(key, path)
     changes: list[str] = []
-    for error in _checkpoint_problems(config, model, plan, frozen, changes):
+    for error in _checkpoint_problems(run, frozen, keys, changes):
         # Another machine may have the checkpoint in full, but a configuration that contradicts it does so on every
         # machine.
         status = "error" if isinstance(error, ChangedRunError) else "unchecked"
@@ -110,9 +109,10 @@ def run_dir_checks(config: TrainLmConfig, model: LmConfig, plan: StatePlan, froz
 
 
 def _checkpoint_problems(
-    config: TrainLmConfig, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None, changes: list[str]
+    run: TrainedRun, frozen: FrozenPart | None, keys: ResumeKeys, changes: list[str]
 ) -> Iterator[ValueError]:
     """Yields the reasons why the run cannot use its checkpoint; adds permitted changes to `changes`."""
+    config = run.config
     # Without an id the run gets a random one when it starts, so it has no folder to look into yet.
     run_id = config.trainer.id or os.environ.get("RUN_ID")
     problems: list[ValueError] = []
@@ -122,8 +122,8 @@ def _checkpoint_problems(
         resumed = attempted(problems, lambda: find_resume(config, dirs))
         attempted(problems, lambda: refuse_existing_exports(dirs, resumed))
     if resumed is not None:
-        attempted(problems, lambda: _check_resumed(resumed, model, plan, frozen))
-        changes += attempted(problems, lambda: judge(resumed, config, model)) or ()
+        attempted(problems, lambda: _check_resumed(resumed, run, frozen))
+        changes += attempted(problems, lambda: judge(resumed, config, run.model, keys)) or ()
     # Keys that initialize a run have no effect on one that resumes. After a problem above it is unknown whether it
     # resumes.
     elif not problems:
@@ -136,40 +136,38 @@ def _checkpoint_problems(
                 attempted(
                     problems,
                     # The defaults bind this iteration's values.
-                    lambda path=path, prefixes=prefixes: _check_parts(config, model, plan, path, prefixes),
+                    lambda path=path, prefixes=prefixes: _check_parts(run, path, prefixes),
                 )
     yield from problems
 
 
-def _check_resumed(ref: CheckpointRef, model: LmConfig, plan: StatePlan, frozen: FrozenPart | None) -> None:
+def _check_resumed(ref: CheckpointRef, run: TrainedRun, frozen: FrozenPart | None) -> None:
     """Raises an error if the run cannot resume from a checkpoint."""
     check_partition(ref, frozen)
-    check_leaves(ref, _wanted(model, [planned.leaf for planned in plan.whole.leaves]))
+    check_leaves(ref, _wanted(run, [planned.leaf for planned in run.state_plan.whole.leaves]))
 
 
-def _check_parts(
-    config: TrainLmConfig, model: LmConfig, plan: StatePlan, path: str, groups: Sequence[str]
-) -> CheckpointRef:
+def _check_parts(run: TrainedRun, path: str, groups: Sequence[str]) -> CheckpointRef:
     """Raises an error if some parts of a checkpoint do not match the run's; returns the checkpoint."""
+    plan = run.state_plan
     ref = checkpoint_at(path)
     prefixes = tuple(f"{part}." for part in groups)
     # A checkpoint has the statistics and counters under their own paths, and parameters under `model.`, the base of
     # adapters included, which is no part of this run's state.
     others = (planned.leaf for planned in plan.whole.leaves if not planned.leaf.path.startswith(f"{MODEL}."))
     parameters = (replace(planned.leaf, path=under_model(planned.leaf.path)) for planned in plan.loaded.leaves)
-    leaves = _wanted(model, [*parameters, *others])
+    leaves = _wanted(run, [*parameters, *others])
     wanted = {path: leaf for path, leaf in leaves.items() if path.startswith(prefixes)}
     # A partial checkpoint: leaves that it lacks are initialized, so there is nothing to compare for them.
-    if config.trainer.allow_partial_checkpoint:
+    if run.config.trainer.allow_partial_checkpoint:
         wanted = {path: leaf for path, leaf in wanted.items() if path in ref.leaves}
     check_leaves(ref, wanted, within=prefixes)
     return ref
 
 
-def _wanted(model: LmConfig, leaves: Sequence[Leaf]) -> Mapping[str, SavedLeaf]:
-    assert model.vocab_size is not None
+def _wanted(run: TrainedRun, leaves: Sequence[Leaf]) -> Mapping[str, SavedLeaf]:
     # Padding rows of the vocabulary depend on the mesh; a checkpoint must agree on the used rows only.
-    used = used_shapes(leaves, {"vocab": model.vocab_size})
+    used = used_shapes(leaves, {"vocab": run.vocab})
     return {leaf.path: saved_leaf(leaf.shape, leaf.dtype, used=used.get(leaf.path)) for leaf in leaves}
 
 

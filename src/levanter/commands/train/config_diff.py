@@ -16,124 +16,48 @@ from levanter.commands.train.config import TrainLmConfig
 from levanter.config import plain
 from levanter.models.registry import LmConfig
 
-FIXED = frozenset(
-    {
-        # The architecture, besides what the checkpoint records about the model itself, and how parameters were
-        # initialized.
-        "model.type",
-        "model.initializer_range",
-        "initialize_from_hf",
-        "use_hf_model_config",
-        "hf_checkpoint",
-        "initialize_from_checkpoint_path",
-        "initialize_model_from_checkpoint_path",
-        "adapter",
-        # Of preference training: the loss, and the reference that the policy is compared with.
-        "beta",
-        "loss",
-        "reference",
-        "validation_split_fraction",
-        "trainer.model_averaging",
-        "optimizer.type",
-        "trainer.seed",
-        "data_seed",
-        "data.tokenizer",
-        "data.vocab_size",
-        "data.chat_template",
-        "data.ignore_token_id",
-        "data.enforce_bos",
-        "data.enforce_eos",
-        "data.block_cross_document_attention",
-        # Which rows there are, in which order, and which of them are held out.
-        "data.components",
-        "data.shuffle",
-        "data.permutation_type",
-        "data.num_validation_sequences",
-        "data.shuffle_before_trainval_split",
-        "data.max_train_batches",
-        "data.target_budget",
-        "data.experiment_budget",
-    }
+
+def _keys(*groups: str) -> frozenset[str]:
+    """The keys in some lists, separated by spaces."""
+    return frozenset(key for group in groups for key in group.split())
+
+
+FIXED = _keys(
+    # The architecture, besides what the checkpoint records about the model itself, and how parameters were
+    # initialized.
+    "model.type model.initializer_range initialize_from_hf use_hf_model_config hf_checkpoint",
+    "initialize_from_checkpoint_path initialize_model_from_checkpoint_path",
+    "adapter trainer.model_averaging optimizer.type trainer.seed data_seed data.tokenizer data.vocab_size",
+    "data.chat_template data.ignore_token_id data.enforce_bos data.enforce_eos data.block_cross_document_attention",
+    # Which rows there are, in which order, and which of them are held out.
+    "data.components data.shuffle data.permutation_type data.num_validation_sequences",
+    "data.shuffle_before_trainval_split data.max_train_batches data.target_budget data.experiment_budget",
 )
 """Keys that must not change between a checkpoint and the run that resumes from it."""
 
-REPORTED = frozenset(
-    {
-        "model",
-        "optimizer",
-        "train_seq_len",
-        "z_loss_weight",
-        "epoch",
-        "data.train_weights",
-        "data.stop_strategy",
-        "data.mixture_block_size",
-        "trainer.num_train_steps",
-        "trainer.train_batch_size",
-        "trainer.per_device_parallelism",
-        "trainer.allow_nondivisible_batch_size",
-        "trainer.mp",
-        "trainer.mesh",
-        "trainer.tracker",
-        "trainer.checkpointer",
-        "trainer.skip_nonfinite_steps",
-        "trainer.crash_on_nan",
-        "trainer.crash_on_inf",
-        "trainer.allow_nonfinite",
-        "trainer.jax_config",
-        # Compiler options: the same sums, perhaps in another order.
-        "trainer.compiler",
-        "trainer.compiler_options",
-        "trainer.initialize_from",
-        # These only determine the first state, which a resumed run does not create again.
-        "reinit_tokens",
-        "reinit_embeddings",
-        "reinit_lm_head",
-        "hf_save_path",
-        "hf_save_steps",
-        "hf_save_dtype",
-        "hf_generation_eos_token_ids",
-        "peft_save_path",
-        "peft_hf_upload",
-        "merged_hf_save_path",
-        "merged_hf_upload",
-    }
+REPORTED = _keys(
+    "model optimizer train_seq_len z_loss_weight epoch data.train_weights data.stop_strategy",
+    "data.mixture_block_size trainer.num_train_steps trainer.train_batch_size trainer.per_device_parallelism",
+    "trainer.allow_nondivisible_batch_size trainer.mp trainer.mesh trainer.tracker trainer.checkpointer",
+    "trainer.skip_nonfinite_steps trainer.crash_on_nan trainer.crash_on_inf trainer.allow_nonfinite",
+    "trainer.jax_config trainer.initialize_from hf_save_path hf_save_steps hf_save_dtype",
+    "hf_generation_eos_token_ids peft_save_path peft_hf_upload merged_hf_save_path merged_hf_upload",
+    # Compiler options: the same sums, perhaps in another order.
+    "trainer.compiler trainer.compiler_options",
+    # These only determine the first state, which a resumed run does not create again.
+    "reinit_tokens reinit_embeddings reinit_lm_head",
 )
 """Keys that may change; every change is reported."""
 
-SILENT = frozenset(
-    {
-        "data.cache_dir",
-        "data.cache_options",
-        "data.auto_build_caches",
-        "eval_harness",
-        "eval_harness_steps",
-        "generation",
-        "labeled_eval",
-        "lm_validation_data",
-        "lm_validation_prefix",
-        "plan",
-        "reference_eval_cache",
-        "run_initial_eval",
-        "sample_every",
-        "sample_prompts",
-        "scheduled_eval_steps",
-        "trainer.id",
-        "trainer.log_dir",
-        "trainer.watch",
-        "trainer.profiler",
-        "trainer.per_device_eval_parallelism",
-        "trainer.steps_per_eval",
-        "trainer.max_eval_batches",
-        "trainer.load_checkpoint",
-        "trainer.load_checkpoint_path",
-        "trainer.allow_partial_checkpoint",
-        "trainer.resume_with_changes",
-        "trainer.jax_compilation_cache_dir",
-        "trainer.distributed",
-        "trainer.require_accelerator",
-        # Compared with the leaves that the checkpoint has, like what is trained and what is frozen.
-        "trainer.trainable",
-    }
+SILENT = _keys(
+    "data.cache_dir data.cache_options data.auto_build_caches eval_harness eval_harness_steps labeled_eval plan",
+    "generation sample_every sample_prompts",
+    "trainer.id trainer.log_dir trainer.watch trainer.profiler trainer.per_device_eval_parallelism",
+    "trainer.steps_per_eval trainer.max_eval_batches trainer.load_checkpoint trainer.load_checkpoint_path",
+    "trainer.allow_partial_checkpoint trainer.resume_with_changes trainer.jax_compilation_cache_dir",
+    "trainer.distributed trainer.require_accelerator",
+    # Compared with the leaves that the checkpoint has, like what is trained and what is frozen.
+    "trainer.trainable",
 )
 """Keys that do not affect the results of a run, or are compared elsewhere; changes are not reported."""
 
@@ -143,6 +67,24 @@ LOCATION_KEYS = frozenset({"cache_dir", "flat_cache"})
 ORIGIN = ("initialize_from_hf", "hf_checkpoint", "initialize_model_from_checkpoint_path")
 """Keys that name the source of the parameters. Frozen parameters are compared by value, since the same weights may
 have moved."""
+
+BLOCKS = frozenset({"data.components"})
+"""Keys of nested blocks, compared value by value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeKeys:
+    """How the keys that only one task has are compared; those in neither list must not change.
+
+    Attributes:
+        reported: keys that may change; every change is reported.
+        silent: keys that do not affect the results.
+        blocks: keys of nested blocks, compared value by value.
+    """
+
+    reported: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
+    blocks: frozenset[str] = frozenset()
 
 
 class ChangedRunError(ValueError):
@@ -162,20 +104,23 @@ class Changes:
     reported: tuple[str, ...]
 
 
-def judge(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> tuple[str, ...]:
+def judge(
+    ref: CheckpointRef, config: TrainLmConfig, model: LmConfig, keys: ResumeKeys = ResumeKeys()
+) -> tuple[str, ...]:
     """Compares a checkpoint's configuration with the run's; returns the lines to report.
 
     Args:
         ref: the checkpoint that the run resumes from.
         config: of the run.
         model: its architecture, with `vocab_size`.
+        keys: those of its task.
 
     Raises:
         ChangedRunError: something changed that must not; lists all of it.
     """
     if not isinstance(ref.metadata.get("config"), Mapping):
         return ("the checkpoint does not record its configuration, so changes since then are unknown",)
-    differences = changes(ref, config, model)
+    differences = changes(ref, config, model, keys)
     if not differences.fixed:
         return differences.reported
     if config.trainer.resume_with_changes:
@@ -188,7 +133,7 @@ def judge(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> tuple[s
     )
 
 
-def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Changes:
+def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig, keys: ResumeKeys = ResumeKeys()) -> Changes:
     """Lists the differences; keys that one side lacks are not compared."""
     before = cast("dict[str, object]", ref.metadata["config"])
     # Through JSON and back, as the checkpoint's own copy went: tuples become lists, dates and enums strings.
@@ -202,7 +147,10 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
             # `max_seq_len` only sets the length of rows; every other key here changes what the model computes.
             if key in current and current[key] != value:
                 (reported if key == "max_seq_len" else fixed).append(_line(f"model.{key}", value, current[key]))
-    for key in sorted(FIXED | REPORTED):
+    may_change, blocks = REPORTED | keys.reported, BLOCKS | keys.blocks
+    # A key that a task adds and classifies nowhere is fixed: whoever adds one decides that it may change.
+    classified = {key.partition(".")[0] for key in (*FIXED, *SILENT, *keys.silent, *may_change)}
+    for key in sorted(FIXED | may_change | (now.keys() - classified)):
         # Their keys are compared one by one below.
         if key in ("model", "optimizer"):
             continue
@@ -215,8 +163,8 @@ def changes(ref: CheckpointRef, config: TrainLmConfig, model: LmConfig) -> Chang
         if in_checkpoint and in_run and not any(line.startswith(f"{key}: ") for line in fixed):
             whole = [_line(key, old, new)] if old != new else []
             # Sets of data and references are nested blocks with a line for each value that differs.
-            lines = _differences(key, old, new) if key in ("data.components", "reference") else whole
-            (fixed if key in FIXED else reported).extend(lines)
+            lines = _differences(key, old, new) if key in blocks else whole
+            (reported if key in may_change else fixed).extend(lines)
     named = {line.split(":")[0] for line in (*fixed, *reported)}
     # Fields of another kind of optimizer or model are not comparable; the changed `type` is reported already.
     blocks = [block for block in ("model", "optimizer") if f"{block}.type" not in named]

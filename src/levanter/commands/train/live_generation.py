@@ -22,7 +22,7 @@ from levanter.commands.model.generation import GenerationPlan, PlacedModel, desc
 from levanter.commands.model.sharding import plan_activation_sharding, resolve_mesh
 from levanter.commands.model.text_generator import ProcessEngine, process_engine
 from levanter.commands.train.generation_config import TrainingGenerationConfig
-from levanter.commands.train.programs import TrainedRun
+from levanter.commands.train.trained_run import TrainedRun
 from levanter.distributed.compile_barrier import jit_together
 from levanter.inference.capacity import MAX_CPU_ROWS, MAX_ROWS
 from levanter.inference.config import CHUNK

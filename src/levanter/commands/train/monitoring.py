@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from levanter.commands.model.workloads import stage_program
+from levanter.commands.train.task import Running
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.config import plain
-from levanter.data import TrainRows
 from levanter.models.precision import Precision
-from levanter.plan.attention_blocks import batch_imbalance
-from levanter.runplan import Recorder, Session
+from levanter.runplan import Recorder
 from levanter.trainer.metrics import Peak, StepSize, Track, peak_flops
 from levanter.trainer.nan_guard import Guard
 from levanter.trainer.profile import Profile
@@ -37,39 +35,6 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "equinox", "marin-haliax", "orba
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionImbalance:
-    """Measures the imbalance of attention over devices: receives the rows of each step, gives the step's metric.
-
-    Attributes:
-        of_rows: segments of rows → busiest over mean; None if there is nothing to balance.
-        segments: whether rows may contain several documents.
-    """
-
-    of_rows: Callable[[np.ndarray | None], float] | None
-    segments: bool
-    _by_step: dict[int, float] = field(default_factory=dict[int, float])
-
-    @classmethod
-    def of(cls, plan: TrainPlan) -> "AttentionImbalance":
-        """The measurement for a run; preference pairs are not measured."""
-        # Every stage of a batch schedule has the same inputs but for the number of rows.
-        batch = stage_program(plan, plan.work.batches, 0).input("batch").value
-        of_rows = batch_imbalance(plan) if plan.work.pairs is None else None
-        return cls(of_rows=of_rows, segments=getattr(batch, "segment_ids", None) is not None)
-
-    def __call__(self, step: int, rows: TrainRows) -> None:
-        """Measures the rows of a step."""
-        if self.of_rows is not None:
-            # Rows are read ahead of the steps, so values wait here until the step's metrics are logged.
-            self._by_step[step] = self.of_rows(rows.segment_ids if self.segments else None)
-
-    def numbers(self, step: int) -> Mapping[str, float]:
-        """The metrics of a step."""
-        # `pop`, since a value is logged once; the dict never grows beyond the rows read ahead.
-        return {"throughput/attention_imbalance": self._by_step.pop(step)} if step in self._by_step else {}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Instruments:
     """The instruments of a run.
 
@@ -79,7 +44,6 @@ class Instruments:
         watchdog: reports where a run hangs.
         profile: of some steps; None for none.
         tracker: where metrics go.
-        balance: measures the rows of each step.
     """
 
     track: Track
@@ -87,7 +51,6 @@ class Instruments:
     watchdog: Watchdog
     profile: Profile | None
     tracker: Recorder
-    balance: AttentionImbalance
 
     @contextmanager
     def running(self, first: int) -> Iterator[None]:
@@ -114,34 +77,26 @@ class Instruments:
 
 
 def build_instruments(
-    plan: TrainPlan,
-    mesh: Mesh,
-    session: Session,
-    *,
-    size_of: Callable[[int], StepSize],
-    steps: int,
-    tokens: int,
+    running: Running, size_of: Callable[[int], StepSize], numbers: Callable[[int], Mapping[str, float]]
 ) -> Instruments:
     """Assembles a run's instruments.
 
     Args:
-        plan: of the run.
-        mesh: its devices.
-        session: where metrics go, and the name of the log folder.
+        running: the run.
         size_of: the work of a step, by its number.
-        steps: of the complete run.
-        tokens: of all steps before the first.
+        numbers: step → metrics of the task.
     """
+    plan, mesh, session = running.plan, running.mesh, running.session
     work: TrainWork = plan.work
     trainer = work.config.trainer
     folder = Path(trainer.log_dir) / session.run_id
-    watch, balance = Watch.of(trainer.watch), AttentionImbalance.of(plan)
+    watch = Watch.of(trainer.watch)
     return Instruments(
         track=Track(
             tracker=session.tracker,
             size_of=size_of,
-            steps=steps,
-            tokens=tokens,
+            steps=running.stop,
+            tokens=running.tokens(running.first),
             peak=device_peak(plan, mesh),
             # Only the devices of this process: others report no memory statistics here.
             devices=[device for device in mesh.devices.flat if device.process_index == jax.process_index()],
@@ -149,13 +104,12 @@ def build_instruments(
             # A count of 0 makes the metric appear from the first step on; None leaves it out where no step can be
             # skipped.
             skipped=0 if trainer.skip_nonfinite_steps or work.config.optimizer.outliers is not None else None,
-            more=balance.numbers,
+            more=numbers,
         ),
         watch=watch,
         watchdog=Watchdog(file=folder / f"stacks-{jax.process_index()}.txt"),
         profile=None if not trainer.profiler.enabled else _profile(plan, folder, session.tracker),
         tracker=session.tracker,
-        balance=balance,
     )
 
 

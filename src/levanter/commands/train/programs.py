@@ -1,164 +1,31 @@
-"""The Programs of a training run: its first state, its steps, its evaluation."""
+"""The Programs of a training run: its first state and its steps; what is on the devices while each Program runs.
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+The training state and the frozen parameters are on the devices throughout the run. A step takes all of them;
+evaluation takes the parameters while the optimizer's statistics stay in memory; an export takes one array at a time
+while all others stay.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import haliax as hax
-import jax
-import numpy as np
-import optax
 
-from haliax_ext.load_plan import LoadPlan
+from haliax_ext.abstract import leaves
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.program import Program
-from haliax_ext.rules import WeightRules
-from levanter.commands.model.compiler import CompilerChoice
-from levanter.commands.model.sharding import plan_activation_sharding
 from levanter.commands.model.workloads import WATCHED, distinct_stages, program_name
-from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.dpo.evaluation import evaluate_pairs_program
-from levanter.commands.train.dpo.reference_logprobs import reference_program
-from levanter.commands.train.dpo.setup import Preferences
-from levanter.commands.train.frozen import head_gradient_inputs
-from levanter.commands.train.lm.evaluation import evaluate_program
-from levanter.mesh import ResolvedMesh
-from levanter.models.base import LmHeadModel
-from levanter.models.lm_head.plan import HeadPlan, plan_head
-from levanter.models.precision import Precision
-from levanter.models.registry import LmConfig
-from levanter.trainer.adapter_state import Adapted, init_base_program
+from levanter.commands.train.task import BetweenSteps
+from levanter.commands.train.trained_run import TrainedRun
+from levanter.plan.hbm_budget import program_residents
+from levanter.plan.load_budget import loading_coresident_bytes
+from levanter.trainer.adapter_state import COPIED, INIT, init_base_program
 from levanter.trainer.batch_plan import BatchPlan, BatchStage
-from levanter.trainer.dpo import PreferenceObjective
-from levanter.trainer.frozen_identity import digest_program
-from levanter.trainer.loss import LmObjective
-from levanter.trainer.reinit_rows import RenewedRows, unchanged
-from levanter.trainer.state import StatePlan, init_frozen_program, init_optimizer_program, init_program
+from levanter.trainer.frozen_identity import DIGEST, digest_program
+from levanter.trainer.reinit_rows import unchanged
+from levanter.trainer.state import init_frozen_program, init_optimizer_program, init_program
 from levanter.trainer.step import StepRecipe, step_program
-from levanter.trainer.train_state import TrainState
-from levanter.trainer.trainable import Partition, bind
 from levanter.trainer.watch import Watch
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainedRun:
-    """A training run in abstract form: the model, its state and its objective. All Programs derive from it.
-
-    Attributes:
-        config: as the user wrote it, completed by its checkpoint.
-        model: the architecture, with the choices for this platform made.
-        Vocab: rows of embedding and head.
-        build: initializes the model from a key.
-        transformation: the optimizer.
-        precision: the dtype policy.
-        resolved: mesh and mappings.
-        state: the state carried from step to step, abstract.
-        partition: which part of the model is trained.
-        frozen: the rest of it, abstract; None if there is none.
-        adapted: the adapters that are trained; None if parameters of the model are.
-        state_plan: its placement.
-        compiler: options for XLA.
-        platform: of the devices.
-        kind: the objective, before the configuration's settings are applied.
-        pairs: the setup of preference training; None for training on text.
-        rules: weight rules of what is loaded; None for the model's own.
-        renewed: the rows of the checkpoint that are reinitialized; None for none.
-    """
-
-    config: TrainLmConfig
-    model: LmConfig
-    Vocab: hax.Axis
-    build: Callable[[jax.Array], Any]
-    transformation: optax.GradientTransformation
-    precision: Precision
-    resolved: ResolvedMesh
-    state: TrainState
-    partition: Partition
-    frozen: LmHeadModel | None
-    adapted: Adapted | None
-    state_plan: StatePlan
-    compiler: CompilerChoice
-    platform: str
-    kind: LmObjective = field(default_factory=LmObjective)
-    pairs: Preferences | None = None
-    rules: WeightRules | None = None
-    renewed: RenewedRows | None = None
-
-    @property
-    def sequences(self) -> int:
-        """Sequences in a row of a batch."""
-        return 1 if self.pairs is None else 2
-
-    @property
-    def resident(self) -> ShardingPlan:
-        """The placement of everything that stays on the devices."""
-        plan = self.state_plan.resident
-        return plan if self.pairs is None else self.pairs.with_reference(plan)
-
-    @property
-    def resident_bytes(self) -> dict[str, int]:
-        """Bytes on a device of what stays there, by kind."""
-        nbytes = self.state_plan.bytes_by_group
-        return nbytes if self.pairs is None else {**nbytes, **self.pairs.resident_bytes}
-
-    @property
-    def second_load(self) -> LoadPlan | None:
-        """The load plan of a second model; None for none."""
-        return None if self.pairs is None or self.pairs.model is None else self.pairs.model.load
-
-    @property
-    def objective(self) -> LmObjective | PreferenceObjective:
-        """The objective."""
-        return self.of_text if self.pairs is None else self.pairs.objective
-
-    @property
-    def of_text(self) -> LmObjective:
-        """The objective of text."""
-        return replace(
-            self.kind,
-            segments=self.config.data.block_cross_document_attention,
-            z_loss_weight=self.config.z_loss_weight,
-            auxiliary_weights=self.model.auxiliary_weights,
-        )
-
-    def head(self, rows: int) -> HeadPlan:
-        """The plan of the output head for a microbatch.
-
-        Args:
-            rows: of it, over all devices.
-        """
-        return plan_head(
-            self.model,
-            # A row of pairs is two sequences, chosen and rejected, so twice as many rows reach the head.
-            batch=(self.resolved.batch_axis, rows * self.sequences),
-            positions=self.config.positions,
-            vocab=self.Vocab.size,
-            mapping=self.resolved.mappings.compute,
-            mesh=self.resolved.spec,
-            dtype=np.dtype(self.precision.compute),
-            platform=self.platform,
-            requested_chunk=self.kind.chunk,
-            # The loss of a pair depends on sums over both whole texts, so no chunk of the head knows its gradient yet.
-            in_loop=self.pairs is None and self.kind.gradient_in_loop,
-            learned=head_gradient_inputs(self.model, self.state.model),
-        )
-
-    def activations(self, rows: int) -> ShardingPlan:
-        """The named activations of a microbatch.
-
-        Args:
-            rows: of it, over all devices.
-        """
-        return plan_activation_sharding(
-            self.model,
-            self.resolved,
-            # As above: activations are those of sequences, not of pairs.
-            rows=rows * self.sequences,
-            positions=self.config.positions,
-            Vocab=self.Vocab,
-            precision=self.precision,
-            chunk=self.head(rows).chunk,
-        )
 
 
 def first_programs(run: TrainedRun) -> list[Program]:
@@ -200,15 +67,15 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
     trainer, optimizer = run.config.trainer, run.config.optimizer
     return StepRecipe(
         # The head's chunk is chosen for this stage's microbatch; stages of a batch schedule may need different ones.
-        objective=replace(run.objective, chunk=run.head(batches.microbatch).chunk),
+        objective=run.objective.in_chunks(run.head(batches.microbatch).chunk),
         optimizer=run.transformation,
         schedule=optimizer.schedule(trainer.num_train_steps),
         precision=run.precision,
         accumulation=batches.accumulation,
         parameters=run.state_plan.parameters,
-        # Pairs bind several models, so their placement has paths such as `policy.…`.
-        model=run.state_plan.model if run.pairs is None else run.pairs.model_plan(run.state_plan),
-        bind=bind if run.pairs is None else run.pairs.bind,
+        # Of several models, the placement has paths such as `policy.…`.
+        model=run.models.model_plan(run.state_plan),
+        bind=run.models.bind,
         skip_nonfinite=trainer.skip_nonfinite_steps > 0,
         averaging=trainer.model_averaging,
         curvature=optimizer.curvature,
@@ -223,7 +90,7 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
 
 def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str = "") -> Program:
     # A separate reference is an input of the step; the base of adapters already is one, as `frozen`.
-    second = None if run.pairs is None else run.pairs.resident
+    second = run.models.resident
     return step_program(
         _recipe(run, stage.plan, watch),
         state=run.state,
@@ -242,53 +109,55 @@ def _step(run: TrainedRun, stage: BatchStage, watch: Watch | None, suffix: str =
     )
 
 
-def evaluation_program(run: TrainedRun, largest: BatchPlan, *, accuracy: bool = False) -> Program:
-    """The Program that scores the validation sets between two steps.
+def coresident_bytes(
+    run: TrainedRun, computing: Iterable[Program], saving: Iterable[Program], between_steps: Iterable[BetweenSteps]
+) -> Mapping[str, int]:
+    """Bytes on a device that are resident during each Program but no inputs of it, by the Program's name.
 
     Args:
         run: the training run.
-        largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
-        accuracy: whether it also returns which tokens were the most likely.
+        computing: the Programs of the work.
+        saving: those of checkpoints and exports.
+        between_steps: the work between steps, whose Programs are among `computing`.
     """
-    per_device = run.config.trainer.per_device_eval_parallelism
-    # -1 means as many rows on a device as a training microbatch has, whose memory is known to suffice.
-    rows = run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device)
-    return evaluate_program(
-        replace(run.of_text, chunk=run.head(rows).chunk),
-        bind(run.state.model, run.frozen),
-        run.state_plan,
-        rows=rows,
-        positions=run.config.positions,
-        precision=run.precision,
-        resolved=run.resolved,
-        compiler_options=run.compiler.working["score"],
-        accuracy=accuracy,
+    plan, second = run.state_plan, run.models.resident
+    mesh = plan.parameters.mesh
+    # `resident` is state plus frozen parameters, `whole` the state alone.
+    state_and_frozen = plan.resident.bytes_per_device
+    frozen = state_and_frozen - plan.whole.bytes_per_device
+    everything = state_and_frozen + (0 if second is None else second.plan.bytes_per_device)
+    nbytes: dict[str, int] = {}
+    for program in computing:
+        # The frozen part is made or loaded first and stays while the state is initialized. Of the loaded arrays, the
+        # trained ones are inputs of `init_optimizer` (they become the state), the frozen ones are not.
+        if program.name in ("init_state", "init_optimizer", INIT):
+            # The base's arrays of which INIT makes copies are its inputs, so they are not counted as coresident too.
+            taken = [leaf for leaf in program_residents(program, mesh) if leaf.path.startswith(f"{COPIED}.")]
+            nbytes[program.name] = frozen - sum(leaf.nbytes for leaf in taken)
+        elif program.name == DIGEST:
+            nbytes[program.name] = everything - frozen
+    for work in between_steps:
+        for program in work.programs:
+            rest = everything - _resident_input_bytes(program)
+            nbytes[program.name] = rest + work.coresident.get(program.name, 0)
+    if run.models.reference is not None and (load := run.models.reference.load) is not None:
+        # A second model that stays is loaded after the state; another one is loaded, used and dropped before
+        # anything else.
+        already = loading_coresident_bytes(load)
+        before = 0 if second is None else state_and_frozen
+        nbytes |= {program.name: before + already.get(program.name, 0) for program in load.programs}
+    for program in saving:
+        taken_bytes = sum(leaf.nbytes for leaf in program_residents(program, mesh))
+        # What the Program takes is subtracted. It may take arrays that are not resident, hence the cut at zero.
+        nbytes[program.name] = max(everything - taken_bytes, 0)
+    return {name: size for name, size in nbytes.items() if size}
+
+
+def _resident_input_bytes(program: Program) -> int:
+    """Bytes on a device of the inputs that are placed by a `ShardingPlan`: resident parameters, not rows of data."""
+    return sum(
+        argument.placement.by_path[leaf.path].bytes_per_device
+        for argument in program.inputs
+        if isinstance(argument.placement, ShardingPlan)
+        for leaf in leaves(argument.value)
     )
-
-
-def pair_programs(run: TrainedRun, largest: BatchPlan) -> list[Program]:
-    """The Programs that score pairs: validation, and the reference's log-probabilities if they are stored.
-
-    Args:
-        run: the training run.
-        largest: the batch whose microbatch rows are used, unless the configuration sets those of evaluation.
-    """
-    assert run.pairs is not None
-    per_device = run.config.trainer.per_device_eval_parallelism
-    # As in `evaluation_program`.
-    rows = run.resolved.batch_ways * (largest.per_device if per_device == -1 else per_device)
-    settings: dict[str, Any] = {
-        "rows": rows,
-        "positions": run.config.positions,
-        "chunk": run.head(rows).chunk,
-        "precision": run.precision,
-        "resolved": run.resolved,
-        "compiler_options": run.compiler.working["score"],
-    }
-    programs = [evaluate_pairs_program(run.pairs, run.state.model, run.frozen, run.state_plan, **settings)]
-    if run.pairs.text is not None:
-        programs.append(evaluation_program(run, largest))
-    if run.pairs.stores is None:
-        return programs
-    # Stored log-probabilities need one more Program, which runs once and before the others.
-    return [reference_program(run.pairs, *run.pairs.scored_once(run.frozen, run.state_plan), **settings), *programs]

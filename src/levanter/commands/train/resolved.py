@@ -4,72 +4,35 @@ The config is completed from the checkpoint that the run begins from, the model 
 the batch its division and the optimizer its schedule. Problems of all of them are raised together.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import optax
-
-from levanter.commands.model.compiler import CompilerChoice, choose_compiler
+from levanter.commands.model.compiler import choose_compiler
 from levanter.commands.model.defaults import default_notes
 from levanter.commands.model.layers import body_checks, splash_position_checks
 from levanter.commands.model.quantization import QuantizationError
 from levanter.commands.model.sharding import resolve_mesh
 from levanter.commands.model.source import ModelBlock, ModelSource, find_tokenizer, resolve_source, vocabulary
 from levanter.commands.model.unsupported import unsupported_option_checks
-from levanter.commands.train.checks import attempted, data_checks, refuse_all, refuse_kernels
+from levanter.commands.train.checks import attempted, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.context_extension import context_checks, resolve_context_stage
-from levanter.commands.train.dpo.setup import data_formats
-from levanter.commands.train.lm.evaluation import find_validation
+from levanter.commands.train.task import TrainingTask
+from levanter.commands.train.trained_run import ResolvedTraining
 from levanter.config import ExplicitKeys
-from levanter.data import EvaluationData, Tokenizer
+from levanter.data import Tokenizer
 from levanter.hardware.compiler import Work
-from levanter.mesh import ResolvedMesh
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.runplan import Check, Target
 from levanter.trainer.averaging import check_averaging
-from levanter.trainer.batch_plan import BatchStage, plan_batches
+from levanter.trainer.batch_plan import plan_batches
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ResolvedTraining:
-    """A run's resolved config, before any array is placed.
-
-    Attributes:
-        config: as written, completed from its checkpoint.
-        written: the keys that the user wrote.
-        origin: the checkpoint that it begins from; None for none.
-        model: the architecture, with the choices for this platform made.
-        vocab: size of the vocabulary.
-        precision: the dtype policy.
-        tokenizer: None if it is not available here.
-        validation: the sets that are scored; None for none.
-        resolved: mesh and mappings.
-        batches: the stages of the batch size, by first step.
-        transformation: the optimizer's.
-        compiler: options for XLA.
-        checks: those made so far.
-    """
-
-    config: TrainLmConfig
-    written: ExplicitKeys
-    origin: ModelSource | None
-    model: LmConfig
-    vocab: int
-    precision: Precision
-    tokenizer: Tokenizer | None
-    validation: EvaluationData | None
-    resolved: ResolvedMesh
-    batches: tuple[BatchStage, ...]
-    transformation: optax.GradientTransformation
-    compiler: CompilerChoice
-    checks: tuple[Check, ...]
-
-
-def resolve_training_config(config: TrainLmConfig, target: Target, written: ExplicitKeys) -> ResolvedTraining:
+def resolve_training_config(task: TrainingTask, target: Target, written: ExplicitKeys) -> ResolvedTraining:
     """Resolves model, vocabulary, data, mesh, batch and optimizer; raises all their problems together."""
-    origin = resolve_base(config, written)
-    config = complete_config(config, origin, written)
+    origin = resolve_base(task.config, written)
+    config = complete_config(task.config, origin, written)
+    task = replace(task, config=config)
     trainer = config.trainer
     precision = Precision.parse(trainer.mp)
     checks = [*(() if origin is None else origin.checks), *unsupported_option_checks(config, written)]
@@ -80,17 +43,31 @@ def resolve_training_config(config: TrainLmConfig, target: Target, written: Expl
     checks += body_checks(architecture)
     checks.append(Check(name="precision", status="ok", message=str(precision)))
     vocab, tokenizer, vocab_checks = _vocabulary(config, architecture)
-    formats = data_formats(config)
-    checks += data_checks(config.data, tokenizer, vocab_size=vocab, formats=formats)
-    validation, validation_checks = find_validation(config.data, formats)
+    rows = task.find_rows(tokenizer, vocab_size=vocab)
     # Training and validation describe the same sets; each message is shown once.
-    known = {check.message for check in checks}
-    checks += [check for check in validation_checks if check.message not in known]
+    messages = {check.message for check in checks}
+    checks += [check for check in rows.checks if check.message not in messages]
     # Each step below may fail; `attempted` collects its error and lets the next one run.
     problems: list[ValueError] = []
-    resolved = attempted(problems, lambda: _resolved(config, architecture, vocab, target))
+    sizes = {"vocab": vocab, "positions": config.positions}
+    resolved = attempted(
+        problems,
+        lambda: resolve_mesh(target, trainer.mesh, architecture, **sizes, precision=precision, backward=True),
+    )
+    batches = None
     # Without a mesh the batch cannot be divided, and the mesh's problem is recorded already.
-    batches = attempted(problems, lambda: () if resolved is None else _batches(config, resolved))
+    if resolved is not None:
+        batches = attempted(
+            problems,
+            lambda: plan_batches(
+                trainer.train_batch_size,
+                per_device=trainer.per_device_parallelism,
+                ways=resolved.batch_ways,
+                positions=config.positions,
+                allow_padding=trainer.allow_nondivisible_batch_size,
+                mesh=str(resolved.spec),
+            ),
+        )
     mappings = None if resolved is None else resolved.mappings
     transformation = attempted(
         problems, lambda: config.optimizer.build_for(trainer.num_train_steps, target.platform, mappings)
@@ -105,7 +82,7 @@ def resolve_training_config(config: TrainLmConfig, target: Target, written: Expl
     refuse_kernels(config.optimizer, model)
     checks += splash_position_checks(model, resolved, positions=config.positions)
     # A run that never evaluates needs no compiler options for scoring.
-    scores = validation is not None or config.eval_harness is not None
+    scores = rows.validation is not None or config.eval_harness is not None
     works: tuple[Work, ...] = ("train", "score") if scores else ("train",)
     compiler = choose_compiler(trainer, target, resolved, works=works)
     checks += compiler.checks
@@ -119,35 +96,17 @@ def resolve_training_config(config: TrainLmConfig, target: Target, written: Expl
         config=config,
         written=written,
         origin=origin,
-        model=model,
+        # The true size: the rows of embedding and head may be more, so that they divide over their shards.
+        model=replace(model, vocab_size=vocab),
         vocab=vocab,
         precision=precision,
         tokenizer=tokenizer,
-        validation=validation,
+        rows=rows,
         resolved=resolved,
         batches=batches,
         transformation=transformation,
         compiler=compiler,
         checks=(*checks, *vocab_checks),
-    )
-
-
-def _resolved(config: TrainLmConfig, model: LmConfig, vocab: int, target: Target) -> ResolvedMesh:
-    """The mesh and the mappings."""
-    precision = Precision.parse(config.trainer.mp)
-    sizes = {"vocab": vocab, "positions": config.positions}
-    return resolve_mesh(target, config.trainer.mesh, model, **sizes, precision=precision, backward=True)
-
-
-def _batches(config: TrainLmConfig, resolved: ResolvedMesh) -> tuple[BatchStage, ...]:
-    """The division of each batch over devices and microbatches."""
-    return plan_batches(
-        config.trainer.train_batch_size,
-        per_device=config.trainer.per_device_parallelism,
-        ways=resolved.batch_ways,
-        positions=config.positions,
-        allow_padding=config.trainer.allow_nondivisible_batch_size,
-        mesh=str(resolved.spec),
     )
 
 

@@ -16,8 +16,8 @@ from levanter.base.bounded_json import Json
 from levanter.commands.model.text_generator import GeneratedText, generate_texts
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.live_generation import TASK_ROWS, LiveEngine, LiveGeneration, describe_live_generation
-from levanter.commands.train.programs import TrainedRun
 from levanter.commands.train.task import Running
+from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import Tokenizer
 from levanter.distributed.barrier import agreed
 from levanter.inference.prompts import PromptReader, PromptRequest, PromptRules
@@ -90,6 +90,7 @@ class LiveTexts:
         # An attempt that was killed between its checkpoint and its samples is made up for.
         first = running.first
         if first and pause.due(first) and agreed("its samples", str(pause.missing(first))) == "True":
+            assert running.state is not None
             pause(first, running.state)
         return pause
 

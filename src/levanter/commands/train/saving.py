@@ -1,96 +1,59 @@
 """Saves the states of a training run: checkpoints, and an export after each."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh
 
 from haliax_ext.replica_slices import PROGRAM_NAME
 from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
 from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.train.adapters import save_adapters
 from levanter.commands.train.run_dirs import RunDirs, checkpoint_watch
+from levanter.commands.train.task import TASK, Running
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import ExportExtras, export
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import plain
-from levanter.data import TrainingData
 from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed, barrier
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Lease, Progress
 from levanter.models.base import LmHeadModel
-from levanter.runplan import Session
-from levanter.trainer.frozen_identity import FrozenPart
 from levanter.trainer.hooks import Every, SaveCheckpoint
 from levanter.trainer.loop import Ended, Pause
 from levanter.trainer.train_state import TrainState
 from levanter.trainer.trainable import bind
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PreparedRun:
-    """The state of a run that is known before any weight is read: folders, checkpoint, data, last step.
-
-    Attributes:
-        dirs: the run's folders.
-        resumed: the checkpoint it resumes from; None if it begins.
-        data: its training data.
-        stop: the step after its last.
-    """
-
-    dirs: RunDirs
-    resumed: CheckpointRef | None
-    data: TrainingData
-    stop: int
-
-    @property
-    def first(self) -> int:
-        """The first step that is taken."""
-        return 0 if self.resumed is None else self.resumed.step
-
-    def tokens(self, step: int) -> int:
-        """Tokens of all steps before one."""
-        return self.data.schedule.first_draw(step) * self.data.positions
-
-
 class Saver:
     """Saves checkpoints and exports of a run's states, at the steps that the configuration names."""
 
     def __init__(
-        self,
-        *,
-        plan: TrainPlan,
-        session: Session,
-        prepared: PreparedRun,
-        mesh: Mesh,
-        checkpointer: Checkpointer,
-        frozen: LmHeadModel | None,
-        part: FrozenPart | None,
+        self, running: Running, checkpointer: Checkpointer, task_metadata: Callable[[int], Mapping[str, object]]
     ):
-        self._work, self._show, self._frozen = plan.work, session.show, frozen
-        self._prepared, self._checkpointer = prepared, checkpointer
-        config = plan.work.config
+        work: TrainWork = running.plan.work
+        self._work, self._running, self._checkpointer = work, running, checkpointer
+        config, plan, part = work.config, running.plan, running.frozen_part
         # Exists only if some arrays are replicated: it slices them, so that each device with a copy stores a part.
         slicing = next((program for program in plan.saving if program.name == PROGRAM_NAME), None)
         self._save = SaveCheckpoint(
             checkpointer=checkpointer,
-            slice_replicas=None if slicing is None else jit_together(slicing, mesh),
+            slice_replicas=None if slicing is None else jit_together(slicing, running.mesh),
             sliced_paths=frozenset() if slicing is None else frozenset(slicing.input("arrays").value),
             metadata=lambda taken: {
                 # Called with every save: `taken` differs, everything else is that of the run.
-                "run_id": session.run_id,
-                "rows_drawn": prepared.data.schedule.first_draw(taken),
+                "run_id": running.session.run_id,
+                "rows_drawn": running.rows.schedule.first_draw(taken),
                 "config": plain(config),
                 "jax": jax.__version__,
-                **model_metadata(plan.work.model, tokenizer=config.data.tokenizer),
+                **model_metadata(work.model, tokenizer=config.data.tokenizer),
                 **({} if part is None else part.metadata),
+                **({TASK: recorded} if (recorded := task_metadata(taken)) else {}),
             },
         )
         self._exports = None
         # The last step is exported by `the_end`, so the periodic export stops before it.
-        if prepared.dirs.exports is not None:
-            self._exports = Every(steps=config.hf_save_steps, action=self._save_and_export, until=prepared.stop)
+        if running.dirs.exports is not None:
+            self._exports = Every(steps=config.hf_save_steps, action=self._save_and_export, until=running.stop)
 
     @property
     def pauses(self) -> list[Pause]:
@@ -103,18 +66,18 @@ class Saver:
         It may have been killed after the checkpoint and before its export was complete. Process 0 writes exports,
         perhaps to a local disk: it decides whether one is missing.
         """
-        first = self._prepared.first
+        first = self._running.first
         # At step 0 there is nothing that an earlier attempt could have exported.
         if self._exports is None or not first or not self._exports.due(first):
             return
         # All processes take part in an export, so all must follow process 0's answer.
-        if agreed("its export", str(self._prepared.dirs.lacks_export(first))) == "True":
+        if agreed("its export", str(self._running.dirs.lacks_export(first))) == "True":
             self._export(first, state)
 
     def the_end(self, ended: Ended) -> str | None:
         """Saves the last state and exports it; returns the export's path, None for none."""
         # A resumed run that took no step would only write the same checkpoint again.
-        if ended.taken > self._prepared.first or self._prepared.resumed is None:
+        if ended.taken > self._running.first or self._running.resumed is None:
             # The last checkpoint is kept for good; after a signal it may be a temporary one.
             self._save.save(ended.taken, ended.state, force=not ended.preempted)
             self._checkpointer.wait()
@@ -132,10 +95,10 @@ class Saver:
 
     def _export(self, taken: int, state: TrainState) -> str:
         if self._work.peft is not None:
-            return save_adapters(self._work, state, self._prepared.dirs, taken, show=self._show)
+            return save_adapters(self._running, state, taken)
         # Exports are of the average of the parameters, where the run keeps one.
-        model = bind(state.eval_params, self._frozen)
-        return _export(self._work, model, self._prepared.dirs.export(taken), show=self._show)
+        model = bind(state.eval_params, self._running.frozen)
+        return _export(self._work, model, self._running.dirs.export(taken), show=self._running.session.show)
 
 
 def build_checkpointer(plan: TrainPlan, dirs: RunDirs, leases: Sequence[Lease]) -> Checkpointer:

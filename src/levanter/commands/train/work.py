@@ -3,76 +3,32 @@
 from dataclasses import dataclass
 from typing import Any
 
-import haliax as hax
-
 from levanter.checkpoint import CheckpointRef
-from levanter.commands.model.source import ModelSource
-from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.dpo.evaluation import PairResult
-from levanter.commands.train.dpo.setup import Preferences
-from levanter.commands.train.task import BetweenSteps
+from levanter.commands.train.task import BetweenSteps, Result, TrainingTask
+from levanter.commands.train.trained_run import TrainedRun
 from levanter.compat.hf.peft import PeftAdapter, PeftPlan
-from levanter.data import EvaluationData, Tokenizer
-from levanter.eval.perplexity import EvalResult
-from levanter.mesh import ResolvedMesh
-from levanter.models.base import LmHeadModel
-from levanter.models.precision import Precision
-from levanter.models.registry import LmConfig
 from levanter.runplan import RunPlan
-from levanter.trainer.adapter_state import Adapted
-from levanter.trainer.batch_plan import BatchStage
 from levanter.trainer.frozen_identity import FrozenPart
 from levanter.trainer.hooks import Throughput
-from levanter.trainer.state import StatePlan
-from levanter.trainer.train_state import TrainState
-from levanter.trainer.trainable import Partition
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TrainWork:
+class TrainWork(TrainedRun):
     """The resolved inputs of a training run that `execute` needs besides the plan's Programs.
 
     Attributes:
-        config: as the user wrote it.
-        model: the architecture, with the choices for this platform made.
-        Vocab: rows of the embedding, rounded up to a multiple of their shards.
-        precision: the dtype policy.
-        resolved: mesh and mappings.
-        state: the state carried from step to step, abstract.
-        partition: which part of the model is trained.
-        frozen: the rest of it, abstract; None if there is none.
-        adapted: the adapters that are trained; None if parameters of the model are.
+        task: the kind of training.
+        between_steps: the work between steps, the task's first.
         begun: the adapters that it begins with; None for fresh ones.
         peft: the plan of the adapter export; None for none.
-        frozen_part: how checkpoints identify it, without digests.
-        state_plan: its placement.
-        batches: batch plans by first step.
-        origin: the source of the first weights; None if they are initialized.
-        tokenizer: text to ids; None if it is unavailable.
-        validation: the validation sets; None for none.
-        pairs: the setup of preference training; None for training on text.
-        between_steps: the work between steps, apart from evaluations on validation sets.
+        frozen_part: how checkpoints identify the frozen part, without digests; None if everything is trained.
     """
 
-    config: TrainLmConfig
-    model: LmConfig
-    Vocab: hax.Axis
-    precision: Precision
-    resolved: ResolvedMesh
-    state: TrainState
-    partition: Partition
-    frozen: LmHeadModel | None
-    adapted: Adapted | None
+    task: TrainingTask
+    between_steps: tuple[BetweenSteps, ...]
     begun: PeftAdapter | None
     peft: PeftPlan | None
     frozen_part: FrozenPart | None
-    state_plan: StatePlan
-    batches: tuple[BatchStage, ...]
-    origin: ModelSource | None
-    tokenizer: Tokenizer | None
-    validation: EvaluationData | None
-    pairs: Preferences | None = None
-    between_steps: tuple[BetweenSteps, ...] = ()
 
 
 TrainPlan = RunPlan[TrainWork]
@@ -90,7 +46,7 @@ class Trained:
         loss: of its last step; None if no step was taken.
         checkpoint: the last complete checkpoint.
         exported: the Hugging Face export of the final state.
-        evaluation: the last evaluation.
+        evaluation: the last evaluation by the task.
         throughput: average, without the first step.
         seconds: duration from the first step to the last.
     """
@@ -101,7 +57,7 @@ class Trained:
     loss: float | None
     checkpoint: CheckpointRef | None
     exported: str | None
-    evaluation: EvalResult | PairResult | None
+    evaluation: Result | None
     throughput: Throughput
     seconds: float
 
@@ -124,11 +80,7 @@ class Trained:
             "no checkpoint" if self.checkpoint is None else f"checkpoint: {self.checkpoint.path}",
         ]
         if self.evaluation is not None:
-            lines.append(
-                str(self.evaluation)
-                if isinstance(self.evaluation, PairResult)
-                else f"validation loss {self.evaluation.overall.micro.loss:.4f} nats per token"
-            )
+            lines.append(self.evaluation.headline)
         if self.exported is not None:
             lines.append(f"Hugging Face export: {self.exported}")
         return "\n".join(lines)

@@ -10,6 +10,7 @@ from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.config_diff import FIXED, REPORTED, SILENT, ChangedRunError, changes, judge
 from levanter.commands.train.dpo.config import TrainDpoConfig
+from levanter.commands.train.dpo.run import PreferenceTask
 from levanter.config import parse, plain
 from levanter.data.config import LmDataConfig
 from levanter.trainer.config import TrainerConfig
@@ -24,7 +25,10 @@ def keys() -> set[str]:
 
 
 def test_every_field_is_classified_once():
-    named = [*FIXED, *REPORTED, *SILENT]
+    keys_of_pairs = PreferenceTask.resume_keys
+    # What only preferences have is fixed unless the task lists it.
+    fixed = {"beta", "loss", "reference", "validation_split_fraction"}
+    named = [*FIXED, *REPORTED, *SILENT, *fixed, *keys_of_pairs.reported, *keys_of_pairs.silent]
     assert len(named) == len(set(named))
     # Of these two, what matters most is fixed, and the rest is said.
     below = {"model.type", "model.initializer_range", "optimizer.type"}

@@ -274,7 +274,12 @@ def test_packed_rows_lose_what_padded_ones_lose(folder):
     found = []
     for plan in plans:
         rows = validation_rows(
-            plan.work.config.data, plan.work.validation, rows_of(plan), plan.work.tokenizer, vocab_size=320
+            plan.work.config.data,
+            plan.work.rows.validation,
+            rows_of(plan),
+            plan.work.tokenizer,
+            vocab_size=320,
+            positions=POSITIONS,
         )
         taken = rows.take(np.arange(rows.row_count))
         found.append((rows.row_count, sorted(taken.targets[taken.loss_mask].tolist()), int(taken.scored_bytes.sum())))

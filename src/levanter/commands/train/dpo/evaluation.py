@@ -12,22 +12,20 @@ import equinox as eqx
 import haliax as hax
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.prefetch import results
 from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree
-from levanter.commands.train.dpo.setup import Preferences, under
-from levanter.commands.train.lm.evaluation import Evaluate
+from levanter.commands.train.dpo.setup import Preferences
+from levanter.commands.train.task import Evaluation, Running
+from levanter.commands.train.trained_run import TrainedRun, under
 from levanter.data import PairRows, pair_targets
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Progress
-from levanter.mesh import ResolvedMesh
-from levanter.models.precision import Precision
-from levanter.runplan import Recorder
-from levanter.trainer.dpo import PairBatch, PreferenceLossConfig, alone, pair_logprobs, pair_plan, pair_terms
+from levanter.trainer.dpo import PairBatch, alone, pair_logprobs, pair_plan, pair_terms
+from levanter.trainer.loop import Pause
 from levanter.trainer.loss import in_compute_dtype
 from levanter.trainer.objective import LOSS
 from levanter.trainer.state import StatePlan
@@ -71,36 +69,20 @@ def evaluation_resident_plan(plan: StatePlan, reference: ShardingPlan | None) ->
     )
 
 
-def evaluate_pairs_program(
-    pairs: Preferences,
-    trained: PyTree,
-    frozen: PyTree,
-    plan: StatePlan,
-    *,
-    rows: int,
-    positions: int,
-    chunk: int,
-    precision: Precision,
-    resolved: ResolvedMesh,
-    compiler_options: Mapping[str, str],
-) -> Program:
+def evaluate_pairs_program(run: TrainedRun, pairs: Preferences, rows: int) -> Program:
     """The Program that scores a batch of pairs: (held, tokens, targets) → log-probabilities, `[pairs, 2]` by model.
 
     The first output is the policy's, the second, if the reference is an input, the reference's.
 
     Args:
-        pairs: the setup of preference training.
-        trained, frozen: the parameters, abstract.
-        plan: their placement.
+        run: the training run.
+        pairs: its reference.
         rows: pairs of a batch.
-        positions: tokens of a text.
-        chunk: positions scored at a time.
-        precision: the run's.
-        resolved: its mesh and mappings.
-        compiler_options: see `Program`.
     """
-    Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", positions)
-    batch = pairs.objective.abstract_batch(Batch, Pos)
+    plan, precision, chunk = run.state_plan, run.precision, run.head(rows).chunk
+    batch = run.objective.abstract_batch(
+        hax.Axis(run.resolved.batch_axis, rows), hax.Axis("position", run.config.positions)
+    )
     # With stored log-probabilities, or without a reference, only the policy is an input.
     single = pairs.evaluates_alone
     bind = alone if single else pairs.bind
@@ -114,7 +96,7 @@ def evaluate_pairs_program(
         scorers = [model for model in (models.policy, models.reference) if model is not None]
         return tuple(pair_logprobs(model, scored, chunk=chunk) for model in scorers)
 
-    value = BoundModels(trained=trained, frozen=frozen, reference=None if second is None else second.module)
+    value = BoundModels(trained=run.state.model, frozen=run.frozen, reference=None if second is None else second.module)
     return Program(
         name=PROGRAM,
         function=evaluate,
@@ -124,14 +106,14 @@ def evaluate_pairs_program(
                 value=value,
                 placement=evaluation_resident_plan(plan, None if second is None else second.plan),
             ),
-            Input(name="tokens", value=batch.tokens, placement=resolved.mappings.compute),
-            Input(name="targets", value=batch.targets, placement=resolved.mappings.compute),
+            Input(name="tokens", value=batch.tokens, placement=run.resolved.mappings.compute),
+            Input(name="targets", value=batch.targets, placement=run.resolved.mappings.compute),
         ),
-        mappings=resolved.mappings,
+        mappings=run.resolved.mappings,
         # `[pairs, 2]` numbers that every host reads, hence replicated.
         out_placement=AxisMapping(),
         matmul_precision=precision.matmul,
-        compiler_options=compiler_options,
+        compiler_options=run.compiler.working["score"],
     )
 
 
@@ -180,51 +162,41 @@ class PairResult:
         """The sets whose loss is no number."""
         return [name for name, means in self.sets.items() if not np.isfinite(means[LOSS])]
 
+    @property
+    def headline(self) -> str:
+        """One line for the user."""
+        return str(self)
+
     def __str__(self) -> str:
         accuracy = self.mean("dpo_accuracy")
         return f"validation loss {self.mean(LOSS):.4f}, {accuracy:.1%} of {sum(self.pairs.values()):,} pairs preferred"
 
 
 @dataclass(kw_only=True)
-class EvaluatePairs:
+class EvaluatePairs(Evaluation):
     """Evaluates between two steps, and logs the results under the last step's number.
 
     Attributes:
         program: `evaluate_pairs`.
-        frozen, reference: the parameters that are not in the state.
-        mesh: the devices.
+        running: the run.
+        pairs: its reference.
         sets: the pairs.
-        loss, beta: the preference loss and its β.
-        tracker: where the numbers go.
-        every: steps between two evaluations; unused if `steps` is set.
-        steps: the steps after which an evaluation runs; None for every `every` steps.
-        last: the run's last step, which is always evaluated.
-        max_batches: batches of each set; None for all.
-        show: whether this process prints.
         text_evaluation: evaluates text at the same steps; None for none.
         result: of the last evaluation.
     """
 
     program: Program
-    frozen: PyTree
-    reference: PyTree
-    mesh: Mesh
+    running: Running
+    pairs: Preferences
     sets: Sequence[PairSet]
-    loss: PreferenceLossConfig
-    beta: float
-    tracker: Recorder
-    every: int
-    steps: frozenset[int] | None = None
-    last: int
-    max_batches: int | None = None
-    show: bool = False
-    text_evaluation: Evaluate | None = None
+    text_evaluation: Pause | None = None
     result: PairResult | None = None
 
     def due(self, taken: int) -> bool:
-        """Whether an evaluation is due."""
-        on_time = taken % self.every == 0 if self.steps is None else taken in self.steps
-        return on_time or taken == self.last
+        """Whether an evaluation is due; the run's last step is always evaluated."""
+        steps = self.pairs.config.scheduled_eval_steps
+        on_time = taken % self.pairs.config.trainer.steps_per_eval == 0 if steps is None else taken in steps
+        return on_time or taken == self.running.stop
 
     def __call__(self, taken: int, state: TrainState) -> None:
         """Scores all sets."""
@@ -234,20 +206,23 @@ class EvaluatePairs:
             self.text_evaluation(taken, state)
 
     def _score(self, taken: int, state: TrainState) -> None:
+        running, max_batches = self.running, self.pairs.config.trainer.max_eval_batches
         rows = self.program.inputs[1].value.axes[0].size
         # The limit counts batches of each set.
-        most = None if self.max_batches is None else self.max_batches * rows
-        models = BoundModels(trained=state.eval_params, frozen=self.frozen, reference=self.reference)
+        most = None if max_batches is None else max_batches * rows
+        # With stored log-probabilities the Program has no input for a reference.
+        reference = None if self.pairs.evaluates_alone else running.reference
+        models = BoundModels(trained=state.eval_params, frozen=running.frozen, reference=reference)
         chosen = [pair_set.numbers[:most] for pair_set in self.sets]
         batches = list(_batches(self.sets, chosen, rows))
         # Axes: policy or reference, pair, chosen or rejected.
         scores = [np.zeros((2, len(numbers), 2), np.float64) for numbers in chosen]
         # Tokens of each text that count, for losses that normalize by length.
         counts = [np.zeros((len(numbers), 2), np.float64) for numbers in chosen]
-        with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
+        with Progress("evaluating", total=len(batches), unit="batches", show=running.session.show) as progress:
             inputs = (((n, start), pair_inputs(self.sets[n], indices, rows)) for n, start, indices in batches)
             for (n, start), logprobs in results(
-                self.program, self.mesh, models, inputs, behind=FETCH_BEHIND, jit=jit_together
+                self.program, running.mesh, models, inputs, behind=FETCH_BEHIND, jit=jit_together
             ):
                 # The last batch of a set is padded with pairs that are cut off here.
                 stop = min(start + rows, len(chosen[n]))
@@ -266,13 +241,14 @@ class EvaluatePairs:
             sets={pair_set.name: self._means(scores[n], counts[n]) for n, pair_set in enumerate(self.sets)},
             pairs={pair_set.name: len(numbers) for pair_set, numbers in zip(self.sets, chosen, strict=True)},
         )
-        self.tracker.log(self.result.metrics(), step=max(taken - 1, 0))
-        logger.info("step %d: %s", taken, self.result)
+        running.session.tracker.log(self.result.metrics(), step=max(taken - 1, 0))
+        logger.info("step %d: %s", taken, self.result.headline)
 
     def _means(self, scores: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         # A loss without a reference ignores `scores[1]`, which is then all zeros.
-        reference = scores[1] if self.loss.has_reference else None
-        terms = pair_terms(self.loss, self.beta, scores[0], counts, reference, xp=np)
+        config = self.pairs.config
+        reference = scores[1] if config.loss.has_reference else None
+        terms = pair_terms(config.loss, config.beta, scores[0], counts, reference, xp=np)
         return {name: float(np.mean(values)) for name, values in terms.items()}
 
 

@@ -6,12 +6,13 @@ The run is that of `train_dpo` with `adapter: {type: lora, …}` and `reference:
 """
 
 from levanter.commands.cli.runner import run_config
-from levanter.commands.train.aliases import aliased_entry_point
+from levanter.commands.train.describe import training_entry_point
 from levanter.commands.train.dpo.lora_config import LoraDpoConfig
+from levanter.commands.train.dpo.run import PreferenceTask
 from levanter.config import ExplicitKeys
 
 NAME = "lora_dpo"
-ENTRY_POINT = aliased_entry_point(NAME, LoraDpoConfig, lambda config: config.training)
+ENTRY_POINT = training_entry_point(NAME, LoraDpoConfig, lambda config: PreferenceTask(config=config.training))
 describe = ENTRY_POINT.describe
 
 

@@ -8,7 +8,7 @@ is not loaded.
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import haliax as hax
@@ -17,19 +17,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from haliax_ext.mapping import AxisMapping
-from haliax_ext.planner import ShardingPlan
 from haliax_ext.prefetch import results
 from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree
 from haliax_ext.sources import TensorSource
 from levanter.commands.train.dpo.evaluation import FETCH_BEHIND, PairSet, pair_inputs
 from levanter.commands.train.dpo.setup import SCORE, Preferences
+from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import DataError, PairRows
 from levanter.data.reference_store import ReferenceStore, pairs_digest
 from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed, barrier, is_process_0
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Progress, join, leased
-from levanter.mesh import ResolvedMesh
 from levanter.models.precision import Precision
 from levanter.trainer.dpo import PairBatch, pair_logprobs
 from levanter.trainer.loss import in_compute_dtype
@@ -41,28 +40,19 @@ logger = logging.getLogger(__name__)
 _ELEMENTS = 256
 
 
-def reference_program(
-    pairs: Preferences,
-    module: PyTree,
-    plan: ShardingPlan,
-    *,
-    rows: int,
-    positions: int,
-    chunk: int,
-    precision: Precision,
-    resolved: ResolvedMesh,
-    compiler_options: Mapping[str, str],
-) -> Program:
+def reference_program(run: TrainedRun, pairs: Preferences, rows: int) -> Program:
     """The Program that scores a batch of pairs with the reference alone: (reference, tokens, targets) → `[pairs, 2]`.
 
     Args:
-        pairs: the setup of preference training.
-        module: the reference, abstract.
-        plan: its placement.
-        rows, positions, chunk, precision, resolved, compiler_options: see `evaluate_pairs_program`.
+        run: the training run.
+        pairs: its reference.
+        rows: pairs of a batch.
     """
-    Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", positions)
-    batch = pairs.objective.abstract_batch(Batch, Pos)
+    module, plan = pairs.scored_once(run.frozen, run.state_plan)
+    precision, chunk = run.precision, run.head(rows).chunk
+    batch = run.objective.abstract_batch(
+        hax.Axis(run.resolved.batch_axis, rows), hax.Axis("position", run.config.positions)
+    )
 
     def score(reference: PyTree, tokens: hax.NamedArray, targets: hax.NamedArray) -> jax.Array:
         usable = in_compute_dtype(reference, precision.compute, plan)
@@ -73,13 +63,13 @@ def reference_program(
         function=score,
         inputs=(
             Input(name=REFERENCE, value=module, placement=plan),
-            Input(name="tokens", value=batch.tokens, placement=resolved.mappings.compute),
-            Input(name="targets", value=batch.targets, placement=resolved.mappings.compute),
+            Input(name="tokens", value=batch.tokens, placement=run.resolved.mappings.compute),
+            Input(name="targets", value=batch.targets, placement=run.resolved.mappings.compute),
         ),
-        mappings=resolved.mappings,
+        mappings=run.resolved.mappings,
         out_placement=AxisMapping(),
         matmul_precision=precision.matmul,
-        compiler_options=compiler_options,
+        compiler_options=run.compiler.working["score"],
     )
 
 

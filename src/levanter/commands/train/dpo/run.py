@@ -1,41 +1,48 @@
-"""What a run on preference pairs executes in addition: loading the reference, checking the first loss, evaluation."""
+"""`PreferenceTask`: training on preference pairs, compared with a reference model."""
 
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jax.sharding import Mesh
 
-from haliax_ext.abstract import with_arrays
-from levanter.commands.model.sharding import load_weights
-from levanter.commands.train.dpo.evaluation import PROGRAM, EvaluatePairs, PairSet
+from haliax_ext.program import Program
+from levanter.commands.train.config_diff import ResumeKeys
+from levanter.commands.train.data_task import DataTask
+from levanter.commands.train.dpo.config import TrainDpoConfig
+from levanter.commands.train.dpo.evaluation import EvaluatePairs, PairSet, evaluate_pairs_program
 from levanter.commands.train.dpo.reference_logprobs import (
     ReferenceRequest,
     build_stores,
     digest_of_source,
+    reference_program,
     reference_stores,
 )
-from levanter.commands.train.dpo.setup import SCORE, Preferences, ReferenceModel
-from levanter.commands.train.lm.evaluation import PROGRAM as EVALUATE
-from levanter.commands.train.lm.evaluation import Evaluate
-from levanter.commands.train.work import TrainPlan, TrainWork
+from levanter.commands.train.dpo.setup import SCORE, Preferences, find_preferences, kind_of_reference
+from levanter.commands.train.lm.evaluation import evaluation_program, plan_evaluation, text_objective
+from levanter.commands.train.reference_model import load_reference_model
+from levanter.commands.train.task import BetweenSteps, PlannedEvaluation, Running, TaskRun
+from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import (
-    EvaluationData,
+    PAIRS,
     EvaluationSet,
     PairRows,
     TrainingData,
+    TrainRows,
     as_training_set,
     build_tokens,
-    evaluation_rows,
 )
 from levanter.data.rows import Rows
 from levanter.data.train_builder import plan_rows
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
-from levanter.runplan import Session
-from levanter.trainer.frozen_identity import FrozenPart
+from levanter.models.registry import LmConfig
+from levanter.runplan import Target
+from levanter.trainer.batch_plan import BatchPlan
+from levanter.trainer.dpo import PairBatch, PreferenceObjective, place_pairs
+from levanter.trainer.loop import Pause
 from levanter.trainer.report import StepReport
 
 logger = logging.getLogger(__name__)
@@ -52,27 +59,111 @@ class FirstLossError(ValueError):
     """Policy and reference start as the same model, but the first loss shows that they compute different values."""
 
 
-def loaded_reference(plan: TrainPlan, mesh: Mesh, *, show: bool) -> LmHeadModel | None:
-    """Loads the second model; None if steps need none."""
-    work: TrainWork = plan.work
-    if work.pairs is None or work.pairs.resident is None:
-        return None
-    return _loaded(plan, work.pairs.resident, mesh, show=show)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreferenceTask(DataTask):
+    """Preference pairs: of two answers to one prompt, the preferred one becomes likelier than under a reference."""
 
-
-def _loaded(plan: TrainPlan, second: ReferenceModel, mesh: Mesh, *, show: bool) -> LmHeadModel:
-    work: TrainWork = plan.work
-    assert second.load is not None and second.origin.checkpoint is not None
-    logger.info("the reference: %s", second.origin.description)
-    loaded = load_weights(
-        second.load,
-        second.plan,
-        second.origin.checkpoint.source,
-        mesh,
-        show=show,
-        allow_nonfinite=work.config.trainer.allow_nonfinite,
+    config: TrainDpoConfig
+    formats = PAIRS
+    resume_keys = ResumeKeys(
+        silent=frozenset(
+            {
+                "lm_validation_data",
+                "lm_validation_prefix",
+                "reference_eval_cache",
+                "run_initial_eval",
+                "scheduled_eval_steps",
+            }
+        ),
+        # `beta`, `loss`, `reference` and `validation_split_fraction` must not change.
+        blocks=frozenset({"reference"}),
     )
-    return with_arrays(second.module, loaded.arrays)
+
+    @property
+    def held_out_fraction(self) -> float:
+        """See `DataTask.held_out_fraction`."""
+        return self.config.validation_split_fraction or 0.0
+
+    def objective(self, model: LmConfig) -> PreferenceObjective:
+        """See `TrainingTask.objective`."""
+        del model
+        stored = kind_of_reference(self.config) == "precomputed"
+        return PreferenceObjective(loss=self.config.loss, beta=self.config.beta, stored=stored)
+
+    def find_models(self, run: TrainedRun, target: Target) -> Preferences:
+        """The reference."""
+        return find_preferences(self.config, run, target)
+
+    def programs_before_state(self, run: TrainedRun, largest: BatchPlan) -> tuple[Program, ...]:
+        """Scores all pairs with a precomputed reference, which is dropped afterwards."""
+        pairs = preferences_in(run)
+        return (reference_program(run, pairs, run.evaluation_rows(largest)),) if pairs.kind == "precomputed" else ()
+
+    def between_steps(self, run: TrainedRun, largest: BatchPlan) -> tuple[BetweenSteps, ...]:
+        """The evaluation on pairs, and on text."""
+        pairs, rows = preferences_in(run), run.evaluation_rows(largest)
+        scoring = evaluate_pairs_program(run, pairs, rows)
+        cached = None
+        if pairs.stores is not None and pairs.kind != "precomputed":
+            cached = reference_program(run, pairs, rows)
+        text, programs = None, (*(() if cached is None else (cached,)), scoring)
+        if pairs.text is not None:
+            assert self.config.lm_validation_data is not None
+            program = evaluation_program(run, text_objective(self.config, run.model), largest)
+            prefix = self.config.lm_validation_prefix
+            text = plan_evaluation(run, program, self.config.lm_validation_data, pairs.text, prefix=prefix)
+            programs = (*programs, program)
+
+        def start(running: Running) -> EvaluatePairs | None:
+            logprobs = validation_logprobs(running) if cached is not None else earlier_logprobs(running)
+            # Text is scored at the same steps as pairs.
+            text_evaluation = None if text is None else text.start(running)
+            return start_evaluation(running, scoring, logprobs, text_evaluation)
+
+        return (PlannedEvaluation(programs=programs, start=start),)
+
+    def before_state(self, running: Running) -> Mapping[str, np.ndarray]:
+        """All log-probabilities of a precomputed reference; see `stored_logprobs`."""
+        return stored_logprobs(running)
+
+    def start(self, running: Running) -> TaskRun:
+        """See `TrainingTask.start`."""
+        pairs, logprobs = preferences_in(running.run), step_logprobs(running)
+
+        def place(step: int, span: tuple[int, int], rows: TrainRows) -> PairBatch:
+            reference = None if logprobs is None else logprobs(step, *span)
+            return place_pairs(rows, running.batch(step), running.mesh, reference)
+
+        check = first_loss_checked(pairs, running.run.precision)
+        return TaskRun(batches=self.placed_batches(running, place), listeners=(check,))
+
+
+def preferences_in(run: TrainedRun) -> Preferences:
+    """The reference of a run on preferences."""
+    assert isinstance(run.models, Preferences)
+    return run.models
+
+
+def start_evaluation(
+    running: Running, program: Program, logprobs: Mapping[str, np.ndarray], text: Pause | None
+) -> EvaluatePairs | None:
+    """The evaluation on pairs; None if there is nothing to evaluate.
+
+    Args:
+        running: the run.
+        program: `evaluate_pairs`.
+        logprobs: the reference's stored log-probabilities by set; empty if it scores.
+        text: the evaluation on text; None for none.
+    """
+    pairs, sets = preferences_in(running.run), tuple(validation_pairs(running, logprobs))
+    if not sets and text is None:
+        return None
+    rest = replace(running, state=None)
+    evaluate = EvaluatePairs(program=program, running=rest, pairs=pairs, sets=sets, text_evaluation=text)
+    if pairs.config.run_initial_eval and running.first == 0:
+        assert running.state is not None
+        evaluate(0, running.state)
+    return evaluate
 
 
 def first_loss_checked(pairs: Preferences, precision: Precision) -> Callable[[StepReport], None]:
@@ -105,92 +196,17 @@ def first_loss_checked(pairs: Preferences, precision: Precision) -> Callable[[St
     return check
 
 
-def pair_evaluation(
-    plan: TrainPlan,
-    pairs: Preferences,
-    mesh: Mesh,
-    data: TrainingData,
-    session: Session,
-    frozen: LmHeadModel | None,
-    reference: LmHeadModel | None,
-    logprobs: Mapping[str, np.ndarray],
-    *,
-    last: int,
-) -> EvaluatePairs | None:
-    """The evaluation between steps; None if there is nothing to evaluate."""
-    config, trainer = pairs.config, pairs.config.trainer
-    sets = tuple(validation_pairs(plan, data, logprobs))
-    text = None if pairs.text is None else _text_evaluation(plan, pairs.text, mesh, session, frozen, last=last)
-    if not sets and text is None:
-        return None
-    return EvaluatePairs(
-        program=plan.program(PROGRAM),
-        frozen=frozen,
-        # With stored log-probabilities the Program has no input for a reference.
-        reference=None if pairs.evaluates_alone else reference,
-        mesh=mesh,
-        sets=sets,
-        loss=config.loss,
-        beta=config.beta,
-        tracker=session.tracker,
-        every=trainer.steps_per_eval,
-        steps=None if config.scheduled_eval_steps is None else frozenset(config.scheduled_eval_steps),
-        last=last,
-        max_batches=trainer.max_eval_batches,
-        show=session.show,
-        text_evaluation=text,
-    )
-
-
-def _text_evaluation(
-    plan: TrainPlan,
-    text: EvaluationData,
-    mesh: Mesh,
-    session: Session,
-    frozen: LmHeadModel | None,
-    *,
-    last: int,
-) -> Evaluate:
-    """The evaluation of the policy on text (`lm_validation_data`)."""
-    work: TrainWork = plan.work
-    assert work.pairs is not None and work.tokenizer is not None
-    config = work.pairs.config
-    assert config.lm_validation_data is not None
-    rows = evaluation_rows(
-        config.lm_validation_data,
-        text.sets,
-        work.tokenizer,
-        max_length=config.positions,
-        vocab_size=work.model.vocab_size,
-    )
-    return Evaluate(
-        program=plan.program(EVALUATE),
-        frozen=frozen,
-        mesh=mesh,
-        sequences=rows,
-        tracker=session.tracker,
-        every=config.trainer.steps_per_eval,
-        last=last,
-        max_batches=config.trainer.max_eval_batches,
-        show=session.show,
-        prefix=config.lm_validation_prefix,
-    )
-
-
-def validation_pairs(plan: TrainPlan, data: TrainingData, logprobs: Mapping[str, np.ndarray]) -> Iterator[PairSet]:
+def validation_pairs(running: Running, logprobs: Mapping[str, np.ndarray]) -> Iterator[PairSet]:
     """The pairs that are evaluated: those held out of training sets, and sets with validation data of their own.
 
     Args:
-        plan: the run's.
-        data: its training data.
+        running: the run.
         logprobs: the reference's stored log-probabilities by set; see `stored_logprobs`.
     """
-    work: TrainWork = plan.work
-    assert work.tokenizer is not None
-    with_text = () if work.validation is None else work.validation.sets
+    with_text = _validation_sets(running.run)
     # A set may have both held-out pairs and validation data of its own; two sets must not share a name in the metrics.
     taken = {dataset.name for dataset in with_text}
-    for dataset in data.sets:
+    for dataset in _data(running).sets:
         if dataset.held_out:
             assert isinstance(dataset.rows, PairRows)
             # The held-out pairs are the last ones of the set; `split` maps positions of this order to row numbers.
@@ -200,7 +216,7 @@ def validation_pairs(plan: TrainPlan, data: TrainingData, logprobs: Mapping[str,
             # The store covers the set's rows in their own order.
             stored = None if set_logprobs is None else set_logprobs[numbers]
             yield PairSet(name=name, rows=dataset.rows, numbers=numbers, reference=stored)
-    for dataset, rows in _process_rows(plan):
+    for dataset, rows in _process_rows(running.run):
         yield PairSet(
             name=dataset.name,
             rows=rows,
@@ -209,93 +225,89 @@ def validation_pairs(plan: TrainPlan, data: TrainingData, logprobs: Mapping[str,
         )
 
 
-def _process_rows(plan: TrainPlan) -> Iterator[tuple[EvaluationSet, PairRows]]:
+def _data(running: Running) -> TrainingData:
+    assert isinstance(running.rows, TrainingData)
+    return running.rows
+
+
+def _validation_sets(run: TrainedRun) -> Sequence[EvaluationSet]:
+    return () if run.rows.validation is None else run.rows.validation.sets
+
+
+def _process_rows(run: TrainedRun) -> Iterator[tuple[EvaluationSet, PairRows]]:
     """The sets with validation data of their own, laid into rows."""
-    work: TrainWork = plan.work
-    assert work.tokenizer is not None
-    for dataset in () if work.validation is None else work.validation.sets:
+    assert run.tokenizer is not None
+    for dataset in _validation_sets(run):
         records = as_training_set(dataset, folder=dataset.folder)
         # The same token stores as in training, built on first use.
-        (tokens,) = build_tokens(work.config.data, [records], work.tokenizer)
-        rows = plan_rows(work.config.data, records, tokens, work.config.positions)
+        (tokens,) = build_tokens(run.config.data, [records], run.tokenizer)
+        rows = plan_rows(run.config.data, records, tokens, run.config.positions)
         assert isinstance(rows, PairRows)
         yield dataset, rows
 
 
-def stored_logprobs(plan: TrainPlan, mesh: Mesh, data: TrainingData, *, show: bool) -> dict[str, np.ndarray]:
+def earlier_logprobs(running: Running) -> Mapping[str, np.ndarray]:
+    """What `stored_logprobs` returned, before the state existed."""
+    assert isinstance(running.earlier, dict)
+    return running.earlier
+
+
+def stored_logprobs(running: Running) -> dict[str, np.ndarray]:
     """All log-probabilities of a precomputed reference, float32 `[pairs, 2]` by set and split; empty for other kinds.
 
     The model is on the devices only during this call.
     """
-    work: TrainWork = plan.work
-    if work.pairs is None or work.pairs.kind != "precomputed":
+    pairs = preferences_in(running.run)
+    if pairs.kind != "precomputed":
         return {}
-    second = work.pairs.model
+    second = pairs.reference
     assert second is not None and second.origin.checkpoint is not None
     # Training and validation pairs are both scored, since the model is not in memory later.
-    wanted = [_wanted(work, dataset.name, TRAIN, dataset.rows) for dataset in data.sets]
-    wanted += [_wanted(work, dataset.name, VALIDATION, rows) for dataset, rows in _process_rows(plan)]
+    wanted = [_wanted(running.run, dataset.name, TRAIN, dataset.rows) for dataset in _data(running).sets]
+    wanted += [_wanted(running.run, dataset.name, VALIDATION, rows) for dataset, rows in _process_rows(running.run)]
     # Weights are identified by contents, not by path: a folder may be replaced.
     digest = digest_of_source(second.origin.checkpoint.source)
-    return _score_pairs(plan, mesh, wanted, digest, lambda: _loaded(plan, second, mesh, show=show), show=show)
+    return _score_pairs(running, wanted, digest, lambda: load_reference_model(second, running))
 
 
-def validation_logprobs(
-    plan: TrainPlan,
-    mesh: Mesh,
-    data: TrainingData,
-    frozen: LmHeadModel | None,
-    reference: LmHeadModel | None,
-    part: FrozenPart | None,
-    *,
-    show: bool,
-) -> dict[str, np.ndarray]:
+def validation_logprobs(running: Running) -> dict[str, np.ndarray]:
     """Likewise of validation pairs only, under the resident reference (`reference_eval_cache`)."""
-    work: TrainWork = plan.work
-    if work.pairs is None or work.pairs.stores is None:
-        return {}
+    run, reference = running.run, running.reference
     # Only held-out rows are evaluated, but a store covers a whole set, as `precomputed` does.
-    wanted = [_wanted(work, dataset.name, TRAIN, dataset.rows) for dataset in data.sets if dataset.held_out]
-    wanted += [_wanted(work, dataset.name, VALIDATION, rows) for dataset, rows in _process_rows(plan)]
+    wanted = [_wanted(run, dataset.name, TRAIN, dataset.rows) for dataset in _data(running).sets if dataset.held_out]
+    wanted += [_wanted(run, dataset.name, VALIDATION, rows) for dataset, rows in _process_rows(run)]
     if reference is not None:
-        second = work.pairs.model
+        second = run.models.reference
         assert second is not None and second.origin.checkpoint is not None
         digest = digest_of_source(second.origin.checkpoint.source)
     # Without a second model the reference is the frozen base, whose digests were computed on the devices.
     else:
-        assert part is not None
-        digest = hashlib.sha256(json.dumps(dict(part.digests), sort_keys=True).encode()).hexdigest()
-    return _score_pairs(plan, mesh, wanted, digest, lambda: frozen if reference is None else reference, show=show)
+        assert running.frozen_part is not None
+        digests = dict(running.frozen_part.digests)
+        digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+    return _score_pairs(running, wanted, digest, lambda: running.frozen if reference is None else reference)
 
 
-def _wanted(work: TrainWork, name: str, split: str, rows: Rows) -> ReferenceRequest:
-    assert isinstance(rows, PairRows) and work.tokenizer is not None
-    return ReferenceRequest(name=f"{name}/{split}", rows=rows, template=str(work.config.data.chat_template))
+def _wanted(run: TrainedRun, name: str, split: str, rows: Rows) -> ReferenceRequest:
+    assert isinstance(rows, PairRows)
+    return ReferenceRequest(name=f"{name}/{split}", rows=rows, template=str(run.config.data.chat_template))
 
 
 def _score_pairs(
-    plan: TrainPlan,
-    mesh: Mesh,
-    wanted: Sequence[ReferenceRequest],
-    digest: str,
-    model: Callable[[], LmHeadModel | None],
-    *,
-    show: bool,
+    running: Running, wanted: Sequence[ReferenceRequest], digest: str, model: Callable[[], LmHeadModel | None]
 ) -> dict[str, np.ndarray]:
-    work: TrainWork = plan.work
-    assert work.pairs is not None and work.pairs.stores is not None
-    named = work.pairs.config.reference_model or work.config.pretrained or "the base of the adapters"
-    stores = reference_stores(wanted, work.pairs.stores, reference=named, digest=digest, precision=work.precision)
-    return build_stores(stores, wanted, plan.program(SCORE), mesh, model, show=show)
+    pairs, run = preferences_in(running.run), running.run
+    assert pairs.stores is not None
+    named = pairs.config.reference_model or run.config.pretrained or "the base of the adapters"
+    stores = reference_stores(wanted, pairs.stores, reference=named, digest=digest, precision=run.precision)
+    return build_stores(stores, wanted, running.plan.program(SCORE), running.mesh, model, show=running.session.show)
 
 
-def step_logprobs(
-    plan: TrainPlan, data: TrainingData, logprobs: Mapping[str, np.ndarray]
-) -> Callable[[int, int, int], np.ndarray] | None:
+def step_logprobs(running: Running) -> Callable[[int, int, int], np.ndarray] | None:
     """(step, first row, end) → the reference's stored log-probabilities; None if steps score with the reference."""
-    work: TrainWork = plan.work
-    if work.pairs is None or not work.pairs.objective.stored:
+    if preferences_in(running.run).kind != "precomputed":
         return None
+    data, logprobs = _data(running), earlier_logprobs(running)
     # In the order of `data.sets`, by which `data.sources` numbers them.
     logprobs_by_set = [logprobs[f"{dataset.name}/{TRAIN}"] for dataset in data.sets]
 

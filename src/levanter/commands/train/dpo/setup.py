@@ -1,42 +1,26 @@
-"""The setup of training on preference pairs: the objective, the reference model and its placement."""
+"""The reference of training on preference pairs: which model it is, where it is placed, and when it scores."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import jax
-from haliax import Axis
-
-from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.errors import gib
-from haliax_ext.load_plan import LoadPlan
-from haliax_ext.placement import LeafPlan
-from haliax_ext.planner import ShardingPlan, plan_sharding
-from haliax_ext.program import Program
+from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import PyTree
 from levanter.commands.cli.outputs import output_checks
-from levanter.commands.model.saved_model import resolve_saved_source
-from levanter.commands.model.sharding import plan_weight_loading
-from levanter.commands.model.source import ModelBlock, ModelSource, resolve_source
-from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.data_task import find_validation
 from levanter.commands.train.dpo.config import (
     AdapterBaseReferenceConfig,
     PrecomputedReferenceConfig,
     TrainDpoConfig,
 )
-from levanter.commands.train.lm.evaluation import find_validation
-from levanter.config import ExplicitKeys
-from levanter.data import FORMATS, PAIRS, EvaluationData
-from levanter.data.documents import Formats
+from levanter.commands.train.reference_model import ReferenceModelError, find_reference_model
+from levanter.commands.train.trained_run import ReferenceModel, TaskModels, TaskRows, TrainedRun
+from levanter.data import EvaluationData
 from levanter.io import join
-from levanter.mesh import ResolvedMesh
-from levanter.models.base import LmHeadModel
-from levanter.models.precision import Precision
-from levanter.models.registry import LmConfig
 from levanter.runplan import Check, Target
-from levanter.trainer.dpo import PairModels, PreferenceObjective, alone, pair_plan, with_base, with_other
+from levanter.trainer.dpo import PairModels, alone, pair_plan, with_base, with_other
 from levanter.trainer.state import StatePlan
-from levanter.trainer.train_state import REFERENCE
 
 Kind = Literal["none", "adapter_base", "separate", "precomputed"]
 
@@ -47,51 +31,19 @@ STORES = "reference_logprobs"
 """The default folder of stored log-probabilities, in `data.cache_dir`."""
 
 
-class ReferenceModelError(ValueError):
-    """The configured reference model cannot be used with the policy."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ReferenceModel:
-    """A second model, which a policy is compared with.
-
-    Attributes:
-        origin: its source.
-        config: its architecture.
-        module: the model in the compute dtype, abstract.
-        plan: its placement.
-        load: the bytes that each host reads; None if the plan has errors.
-    """
-
-    origin: ModelSource
-    config: LmConfig
-    module: LmHeadModel
-    plan: ShardingPlan
-    load: LoadPlan | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Preferences:
-    """The preference setup of a run.
+class Preferences(TaskModels):
+    """The reference of a run on preferences, and what is compared with it.
 
     Attributes:
         config: the run's.
         kind: of the reference.
-        model: the second model; None if none is loaded.
         text: text data on which the policy is also evaluated; None for none.
-        checks: lines of the plan.
     """
 
     config: TrainDpoConfig
     kind: Kind
-    model: ReferenceModel | None = None
     text: EvaluationData | None = None
-    checks: tuple[Check, ...] = field(default=(), repr=False)
-
-    @property
-    def objective(self) -> PreferenceObjective:
-        """The preference objective that is minimized."""
-        return PreferenceObjective(loss=self.config.loss, beta=self.config.beta, stored=self.kind == "precomputed")
 
     @property
     def bind(self) -> Callable[..., PairModels]:
@@ -102,17 +54,13 @@ class Preferences:
     def model_plan(self, state: StatePlan) -> ShardingPlan:
         """The placement of the scoring models' parameters, by their paths in `PairModels`."""
         # The base of adapters is placed by the run's own state; a separate model has a plan of its own.
-        of_kind = {"adapter_base": state.loaded, "separate": None if self.model is None else self.model.plan}
+        of_kind = {"adapter_base": state.loaded, "separate": None if self.reference is None else self.reference.plan}
         return pair_plan(state.model, of_kind.get(self.kind))
 
     @property
     def resident(self) -> ReferenceModel | None:
         """The second model, if it stays on the devices during steps."""
-        return self.model if self.kind == "separate" else None
-
-    def with_reference(self, plan: ShardingPlan) -> ShardingPlan:
-        """A plan of resident arrays, extended by the second model if that is resident."""
-        return under_reference(plan, None if self.resident is None else self.resident.plan)
+        return self.reference if self.kind == "separate" else None
 
     @property
     def stores(self) -> str | None:
@@ -140,12 +88,8 @@ class Preferences:
             frozen: the frozen part of the policy: the base, if adapters are trained.
             state: the placement of the run's state.
         """
-        return (frozen, state.loaded) if self.model is None else (self.model.module, self.model.plan)
-
-    def in_order(self, programs: Sequence[Program]) -> list[Program]:
-        """The Programs in their order of execution: a precomputed reference scores before all others."""
-        first = [program for program in programs if program.name == SCORE and self.kind == "precomputed"]
-        return [*first, *(program for program in programs if program not in first)]
+        model = self.reference
+        return (frozen, state.loaded) if model is None else (model.module, model.plan)
 
     @property
     def first_loss(self) -> float | None:
@@ -158,20 +102,15 @@ class Preferences:
         # Our own checkpoint may hold any parameters; only a shared Hugging Face source is known to be equal.
         if config.begun_from_checkpoint is not None or config.trainer.initialize_from is not None:
             return None
-        if self.kind == "adapter_base" or (self.model is not None and config.reference_model == config.pretrained):
+        if self.kind == "adapter_base" or (self.reference is not None and config.reference_model == config.pretrained):
             return config.loss.at_start(config.beta)
         return None
 
     @property
-    def scored_besides(self) -> float:
+    def forward_passes(self) -> float:
         """Additional forward passes of a step, in units of the policy's forward pass."""
         # 1.0: one forward pass of a model of the policy's size, without a backward pass.
         return 1.0 if self.kind in ("adapter_base", "separate") else 0.0
-
-    @property
-    def resident_bytes(self) -> Mapping[str, int]:
-        """Bytes on a device of the second model while the run trains."""
-        return {} if self.resident is None else {REFERENCE: self.resident.plan.bytes_per_device}
 
 
 def cache_root(folder: str | None, cache_dir: str | None, key: str) -> str:
@@ -185,11 +124,6 @@ def cache_root(folder: str | None, cache_dir: str | None, key: str) -> str:
     return join(str(cache_dir), STORES) if folder is None else folder
 
 
-def data_formats(config: TrainLmConfig) -> Formats:
-    """The formats of records that a run learns from."""
-    return PAIRS if isinstance(config, TrainDpoConfig) else FORMATS
-
-
 def kind_of_reference(config: TrainDpoConfig) -> Kind:
     """The kind of a run's reference."""
     if not config.loss.has_reference:
@@ -199,90 +133,35 @@ def kind_of_reference(config: TrainDpoConfig) -> Kind:
     return "precomputed" if isinstance(config.reference, PrecomputedReferenceConfig) else "separate"
 
 
-def find_preferences(
-    config: TrainLmConfig,
-    written: ExplicitKeys,
-    origin: ModelSource | None,
-    *,
-    vocab: tuple[Axis, int],
-    precision: Precision,
-    resolved: ResolvedMesh,
-    target: Target,
-    hbm_bytes: int | None,
-    base_bytes: int,
-) -> Preferences | None:
-    """The preference setup of a run; None if it trains on text.
+def find_preferences(config: TrainDpoConfig, run: TrainedRun, target: Target) -> Preferences:
+    """The reference of a run on preferences.
 
     Args:
-        config: the run.
-        written: the keys that the user wrote.
-        origin: the policy's Hugging Face checkpoint; None for none.
-        vocab: rows of the embedding: the axis, and how many of them are ids.
-        precision: the dtype policy.
-        resolved: mesh and mappings.
+        config: the run's.
+        run: the same run, with the placement of its state.
         target: the devices.
-        hbm_bytes: usable memory of one.
-        base_bytes: of the model that adapters are of, on one.
 
     Raises:
         ValueError: the reference is broken, or has other ids.
     """
-    if not isinstance(config, TrainDpoConfig):
-        return None
     kind = kind_of_reference(config)
-    text, text_checks = (None, []) if config.lm_validation_data is None else find_validation(config.lm_validation_data)
+    text = TaskRows(checks=()) if config.lm_validation_data is None else find_validation(config.lm_validation_data)
     # `stores` and `_store_checks` need the kind and the config only.
-    bare = Preferences(config=config, kind=kind, text=text)
+    bare = Preferences(config=config, kind=kind, text=text.validation)
     if kind == "separate" and not getattr(config.reference, "model_path", None):
         raise ReferenceModelError(
             "reference.model_path: type separate needs a separate model, and none is named; name it, use "
             "reference: {type: adapter_base} with an adapter, or {type: precomputed}"
         )
-    bare = replace(
-        bare, checks=(*(replace(check, name="lm_validation_data") for check in text_checks), *_store_checks(bare))
-    )
+    checks = [*(replace(check, name="lm_validation_data") for check in text.checks), *_store_checks(bare)]
     if config.reference_model is None:
-        return bare if kind == "none" else replace(bare, checks=(*bare.checks, _side_by_side(kind, base_bytes)))
-    theirs = _origin(config, written, origin)
-    Vocab, ids = vocab
-    # None where the architecture leaves the size of the vocabulary open.
-    reference_ids = theirs.architecture.vocab_size
-    if reference_ids is not None and reference_ids != ids:
-        raise ReferenceModelError(
-            f"reference: {config.reference_model} has {reference_ids} ids, the model that is trained has {ids}; "
-            "log-probabilities over different vocabularies cannot be compared"
-        )
-    if theirs.has_int8:
-        raise ReferenceModelError(
-            f"reference: {config.reference_model} has 8-bit weights, which are not supported for a reference yet"
-        )
-    # The same kernels as the policy's, so that equal weights give equal log-probabilities.
-    model, _ = replace(theirs.architecture, vocab_size=ids).for_platform(
-        target.platform, compute_dtype=precision.compute, length=config.positions, sequence_shards=resolved.query_ways
-    )
-    # In the compute dtype: the reference takes no updates, so it has no float32 copy.
-    module = cast(abstract(lambda: model.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
-    plan = plan_sharding(leaves(module), resolved.mappings, resolved.spec, hbm_bytes=hbm_bytes)
-    load, problems = None, []
-    if not plan.errors:
-        load, problems = plan_weight_loading(theirs, model, Vocab, plan, target)
-    return replace(
-        bare,
-        model=ReferenceModel(
-            origin=theirs,
-            config=model,
-            module=module,
-            plan=plan,
-            # The policy's load plan is there as well, and two transfers must not share a name.
-            load=None if load is None else replace(load, name=f"load.{REFERENCE}"),
-        ),
-        checks=(
-            *bare.checks,
-            *_renamed(theirs.checks),
-            *_renamed(problems),
-            _side_by_side(kind, plan.bytes_per_device),
-        ),
-    )
+        if kind != "none":
+            checks.append(_side_by_side(kind, run.state_plan.loaded.bytes_per_device))
+        return replace(bare, checks=tuple(checks))
+    is_hf = getattr(config.reference, "is_hf", True)
+    reference = find_reference_model(run, target, config.reference_model, is_hf=is_hf)
+    checks += [*reference.checks, _side_by_side(kind, reference.plan.bytes_per_device)]
+    return replace(bare, reference=reference, checks=tuple(checks))
 
 
 def _store_checks(pairs: Preferences) -> list[Check]:
@@ -311,39 +190,3 @@ def _side_by_side(kind: Kind, nbytes: int) -> Check:
     }
     choices = [f"{name}: {takes}{' (this run)' if name == kind else ''}" for name, takes in what.items()]
     return Check(name="reference", status="note", message="; ".join(choices))
-
-
-def _origin(config: TrainDpoConfig, written: ExplicitKeys, policy: ModelSource | None) -> ModelSource:
-    path = config.reference_model
-    assert path is not None
-    block = ModelBlock.of(config.model, written)
-    if not getattr(config.reference, "is_hf", True):
-        # A `model:` block that yields to the checkpoint says nothing about the reference's architecture.
-        return resolve_saved_source(path, block if not config.takes_architecture else None, key="reference.model_path")
-    # The same files: its headers are read and its checks are listed once.
-    if policy is not None and path == config.pretrained:
-        return policy
-    return resolve_source(path, block, block_is_whole=not config.takes_architecture, block_yields=True)
-
-
-def _renamed(checks: Iterable[Check]) -> list[Check]:
-    return [replace(check, name=f"reference {check.name}") for check in checks]
-
-
-def under(name: str, planned: LeafPlan) -> LeafPlan:
-    """A leaf's plan with `name` as a prefix of its path."""
-    return replace(planned, leaf=replace(planned.leaf, path=f"{name}.{planned.leaf.path}"))
-
-
-def under_reference(plan: ShardingPlan, reference: ShardingPlan | None) -> ShardingPlan:
-    """A plan extended by a second model's leaves under `reference.`, and their errors."""
-    if reference is None:
-        return plan
-    moved = (under(REFERENCE, planned) for planned in reference.leaves)
-    errors = (
-        # Errors only: notes about the reference are among its own checks.
-        replace(planned, path=f"{REFERENCE}.{planned.path}")
-        for planned in reference.findings
-        if planned.error is not None
-    )
-    return replace(plan, leaves=(*plan.leaves, *moved), findings=(*plan.findings, *errors))

@@ -6,12 +6,13 @@ The run is that of `train_lm`, with pairs in the place of text and `trainer.pref
 """
 
 from levanter.commands.cli.runner import run_config
-from levanter.commands.train.aliases import aliased_entry_point
+from levanter.commands.train.describe import training_entry_point
 from levanter.commands.train.dpo.config import TrainDpoConfig
+from levanter.commands.train.dpo.run import PreferenceTask
 from levanter.config import ExplicitKeys
 
 NAME = "train_dpo"
-ENTRY_POINT = aliased_entry_point(NAME, TrainDpoConfig, lambda config: config)
+ENTRY_POINT = training_entry_point(NAME, TrainDpoConfig, lambda config: PreferenceTask(config=config))
 describe = ENTRY_POINT.describe
 
 

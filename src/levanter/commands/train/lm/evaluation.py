@@ -5,22 +5,19 @@ same names: the same rows, the same scoring, the same averages.
 """
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import haliax as hax
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from haliax_ext.mapping import AxisMapping
 from haliax_ext.prefetch import results
 from haliax_ext.program import Input, Program
+from levanter.commands.train.config import TrainLmConfig
+from levanter.commands.train.task import Evaluation, PlannedEvaluation, Running
+from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import (
-    FORMATS,
-    AbsentTextError,
-    DataError,
-    DatasetComponent,
     EvalBatches,
     EvalSequences,
     EvaluationData,
@@ -30,19 +27,15 @@ from levanter.data import (
     concatenate_sequences,
     evaluation_rows,
     held_out_sequences,
-    resolve_evaluation,
 )
-from levanter.data.documents import Formats
 from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.perplexity import EvalResult, RowScores, fetch_scores, summarize
 from levanter.io import Progress
-from levanter.mesh import ResolvedMesh
 from levanter.models.base import LmHeadModel
-from levanter.models.precision import Precision
+from levanter.models.registry import LmConfig
 from levanter.models.scoring import token_hits
-from levanter.runplan import Check, Recorder
+from levanter.trainer.batch_plan import BatchPlan
 from levanter.trainer.loss import LmBatch, LmObjective, in_compute_dtype
-from levanter.trainer.state import StatePlan
 from levanter.trainer.train_state import TrainState
 from levanter.trainer.trainable import bind
 
@@ -53,62 +46,37 @@ PROGRAM = "evaluate"
 FETCH_BEHIND = 1
 
 
-def find_validation(config: LmDataConfig, formats: Formats = FORMATS) -> tuple[EvaluationData | None, list[Check]]:
-    """The validation sets of a run, if it has any.
-
-    If their text is unavailable, the evaluation is still planned, Program included, but a run does not begin.
-    """
-    if not config.components:
-        return None, []
-    try:
-        data = resolve_evaluation(config, in_training=True, formats=formats)
-    except AbsentTextError as error:
-        # An empty value keeps the Program in the plan; the `unchecked` check prevents a run before the value is used.
-        absent = EvaluationData(sets=(), notes=())
-        return absent, [Check(name="validation", status="unchecked", message=str(error), error=error)]
-    except DataError as error:
-        return None, [Check(name="validation", status="error", message=str(error), error=error)]
-    # Components without a source are legal (weights may name them) but have nothing to score.
-    notes = [
-        Check(name="validation", status="note", message=f"data.components.{name}: has no source; nothing is evaluated")
-        for name, component in config.components.items()
-        if isinstance(component, DatasetComponent) and component.source is None
-    ]
-    if not data.sets and not config.num_validation_sequences:
-        return None, notes
-    # Rows held out of training sets are cut once the token stores exist, so only their number is known here.
-    held_out = [f"{name}: {count} rows held out" for name, count in (config.num_validation_sequences or {}).items()]
-    message = "; ".join([*map(str, data.sets), *held_out])
-    return data, [Check(name="validation", status="ok", message=message), *notes]
-
-
-def evaluate_program(
-    objective: LmObjective,
-    model: LmHeadModel,
-    plan: StatePlan,
-    *,
-    rows: int,
-    positions: int,
-    precision: Precision,
-    resolved: ResolvedMesh,
-    compiler_options: Mapping[str, str],
-    accuracy: bool = False,
-) -> Program:
-    """The Program that scores one batch with the parameters of a training run.
+def text_objective(config: TrainLmConfig, model: LmConfig, kind: LmObjective | None = None) -> LmObjective:
+    """An objective of text with the settings of a run.
 
     Args:
-        objective: of the run; its log-probabilities are evaluated.
-        model: its parameters, abstract.
-        plan: their placement.
-        rows: of a batch.
-        positions: tokens per row.
-        precision: the run's.
-        resolved: its mesh and mappings.
-        compiler_options: see `Program`.
+        config: the run's.
+        model: its architecture.
+        kind: the objective, before the configuration's settings are applied; None for the plain one.
+    """
+    return replace(
+        kind or LmObjective(),
+        segments=config.data.block_cross_document_attention,
+        z_loss_weight=config.z_loss_weight,
+        auxiliary_weights=model.auxiliary_weights,
+    )
+
+
+def evaluation_program(
+    run: TrainedRun, objective: LmObjective, largest: BatchPlan, *, accuracy: bool = False
+) -> Program:
+    """The Program that scores a batch of the validation sets between two steps.
+
+    Args:
+        run: the training run.
+        objective: its log-probabilities are evaluated.
+        largest: see `TrainedRun.evaluation_rows`.
         accuracy: whether it also returns which tokens were the likeliest.
     """
-    Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", positions)
-    ids = hax.NamedArray(jax.ShapeDtypeStruct((rows, positions), np.int32), (Batch, Pos))  # pyright: ignore
+    plan, resolved, precision, rows = run.state_plan, run.resolved, run.precision, run.evaluation_rows(largest)
+    objective = objective.in_chunks(run.head(rows).chunk)
+    Batch, Pos = hax.Axis(resolved.batch_axis, rows), hax.Axis("position", run.config.positions)
+    ids = hax.NamedArray(jax.ShapeDtypeStruct((Batch.size, Pos.size), np.int32), (Batch, Pos))  # pyright: ignore
 
     def evaluate(
         model: LmHeadModel, tokens: hax.NamedArray, targets: hax.NamedArray, segment_ids: hax.NamedArray
@@ -129,7 +97,7 @@ def evaluate_program(
         name=PROGRAM,
         function=evaluate,
         inputs=(
-            Input(name="model", value=model, placement=plan.model),
+            Input(name="model", value=bind(run.state.model, run.frozen), placement=plan.model),
             Input(name="tokens", value=ids, placement=resolved.mappings.compute),
             Input(name="targets", value=ids, placement=resolved.mappings.compute),
             Input(name="segment_ids", value=ids, placement=resolved.mappings.compute),
@@ -138,80 +106,99 @@ def evaluate_program(
         # A few kilobytes that every host reads, hence replicated.
         out_placement=AxisMapping(),
         matmul_precision=precision.matmul,
-        compiler_options=compiler_options,
+        compiler_options=run.compiler.working["score"],
     )
 
 
 def validation_rows(
-    config: LmDataConfig, validation: EvaluationData, data: TrainingData, tokenizer: Tokenizer, *, vocab_size: int
+    config: LmDataConfig,
+    validation: EvaluationData,
+    data: TrainingData | None,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    positions: int,
 ) -> EvalSequences:
-    """The rows of all validation sets: those with text of their own, and those held out of training data."""
-    with_text = None
+    """The rows of all validation sets: those with text of their own, and those held out of training data, if any."""
+    with_text = held_out = None
     # A set may have text of its own, rows held out of the training rows, or both.
     if validation.sets:
-        with_text = evaluation_rows(
-            config, validation.sets, tokenizer, max_length=data.positions, vocab_size=vocab_size
-        )
-    held_out = held_out_sequences(
-        data, tokenizer.byte_lengths(), separate_documents=config.block_cross_document_attention
-    )
+        with_text = evaluation_rows(config, validation.sets, tokenizer, max_length=positions, vocab_size=vocab_size)
+    if data is not None:
+        separate = config.block_cross_document_attention
+        held_out = held_out_sequences(data, tokenizer.byte_lengths(), separate_documents=separate)
     sequences = concatenate_sequences(with_text, held_out)
     assert sequences is not None, "a run without validation sets has no evaluation"
     return sequences
 
 
+def plan_evaluation(
+    run: TrainedRun, program: Program, config: LmDataConfig, validation: EvaluationData, *, prefix: str | None = None
+) -> PlannedEvaluation:
+    """The evaluation between steps.
+
+    Args:
+        run: the training run.
+        program: from `evaluation_program`.
+        config: the block of the data whose settings the rows follow.
+        validation: its sets.
+        prefix: what the numbers' names begin with; None for `eval`, and then rows that are held out of the training
+            sets are scored too.
+    """
+
+    def start(running: Running) -> Evaluate:
+        assert run.tokenizer is not None and isinstance(running.rows, TrainingData)
+        data = running.rows if prefix is None else None
+        sequences = validation_rows(
+            config, validation, data, run.tokenizer, vocab_size=run.vocab, positions=run.config.positions
+        )
+        running = replace(running, state=None)
+        return Evaluate(program=program, running=running, sequences=sequences, prefix=prefix or "eval")
+
+    return PlannedEvaluation(programs=(program,), start=start)
+
+
 @dataclass(kw_only=True)
-class Evaluate:
+class Evaluate(Evaluation):
     """Evaluates between two steps, and logs the results under the last step's number.
 
     Attributes:
         program: `evaluate`.
-        frozen: the part of the model that is not in the state; None for nothing.
-        mesh: the devices.
+        running: the run.
         sequences: the rows.
-        tracker: where the numbers go.
-        every: steps between two evaluations.
-        last: the run's last step, which is always evaluated.
-        max_batches: batches of each set; None for all.
-        show: whether this process prints.
         prefix: what the numbers' names begin with.
         result: of the last evaluation.
     """
 
     program: Program
-    frozen: LmHeadModel | None
-    mesh: Mesh
+    running: Running
     sequences: EvalSequences
-    tracker: Recorder
-    every: int
-    last: int
-    max_batches: int | None
-    show: bool
     prefix: str = "eval"
     result: EvalResult | None = None
 
     def due(self, taken: int) -> bool:
-        """Whether an evaluation is due."""
-        return taken % self.every == 0 or taken == self.last
+        """Whether an evaluation is due; the run's last step is always evaluated."""
+        return taken % self.running.run.config.trainer.steps_per_eval == 0 or taken == self.running.stop
 
     def __call__(self, taken: int, state: TrainState) -> None:
         """Scores all sets."""
+        running, most = self.running, self.running.run.config.trainer.max_eval_batches
         # The Program fixes the batch; the last batch of a set is padded to it.
         (Batch, _) = self.program.inputs[1].value.axes
         batches = EvalBatches(
             sequences=self.sequences,
             batch_size=Batch.size,
             # The limit counts batches of each set, the reader rows.
-            max_rows_per_set=None if self.max_batches is None else self.max_batches * Batch.size,
+            max_rows_per_set=None if most is None else most * Batch.size,
         )
         scores = RowScores(self.sequences.row_count)
         inputs = ((batch, batch.inputs) for batch in batches)
-        with Progress("evaluating", total=len(batches), unit="batches", show=self.show) as progress:
+        with Progress("evaluating", total=len(batches), unit="batches", show=running.session.show) as progress:
             for batch, outputs in results(
                 self.program,
-                self.mesh,
+                running.mesh,
                 # The average of the parameters, where the run keeps one.
-                bind(state.eval_params, self.frozen),
+                bind(state.eval_params, running.frozen),
                 inputs,
                 behind=FETCH_BEHIND,
                 jit=jit_together,
@@ -223,7 +210,7 @@ class Evaluate:
         self.result = summarize(self.sequences, scores, max_rows_per_set=batches.max_rows_per_set)
         # Trackers number steps from 0: after `taken` steps the last one is `taken - 1`. An evaluation before the first
         # step is logged under 0.
-        self.tracker.log(self.result.metrics(self.prefix), step=max(taken - 1, 0))
+        running.session.tracker.log(self.result.metrics(self.prefix), step=max(taken - 1, 0))
         overall = self.result.overall.micro
         bits = overall.bits_per_byte
         # NaN where a tokenizer has no byte lengths.

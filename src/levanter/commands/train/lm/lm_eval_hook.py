@@ -26,8 +26,8 @@ from levanter.commands.model.eval_prompts import (
 from levanter.commands.model.text_generator import TextGenerator
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.live_generation import LiveEngine, LiveGeneration
-from levanter.commands.train.programs import TrainedRun
 from levanter.commands.train.task import Running
+from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate
 from levanter.distributed.barrier import is_process_0

@@ -6,12 +6,13 @@ The run is that of `train_lm` with `adapter: {type: lora, …}`.
 """
 
 from levanter.commands.cli.runner import run_config
-from levanter.commands.train.aliases import aliased_entry_point
+from levanter.commands.train.describe import training_entry_point
 from levanter.commands.train.lm.lora_config import LoraLmConfig
+from levanter.commands.train.lm.train_lm import LanguageModeling
 from levanter.config import ExplicitKeys
 
 NAME = "lora_lm"
-ENTRY_POINT = aliased_entry_point(NAME, LoraLmConfig, lambda config: config.training)
+ENTRY_POINT = training_entry_point(NAME, LoraLmConfig, lambda config: LanguageModeling(config=config.training))
 describe = ENTRY_POINT.describe
 
 

@@ -65,7 +65,7 @@ def test_pairs_are_held_out_of_the_end_of_the_set_and_evaluated(separate):
 
 def test_the_plan_has_the_reference_where_there_is_one(separate, adapted):
     (plan, _, _), (lean, _, _) = separate, adapted
-    (second,) = [model for model in [plan.work.pairs.resident] if model is not None]
+    (second,) = [model for model in [plan.work.models.resident] if model is not None]
     assert plan.resident_bytes["reference"] == second.plan.bytes_per_device > 0
     assert "reference" not in lean.resident_bytes and lean.second_load is None
     assert plan.second_load.source_bytes == plan.load.source_bytes
@@ -127,7 +127,7 @@ def test_a_precomputed_reference_is_made_once(folder, tmp_path, monkeypatch):
     plan, _, first = run(read(folder, tmp_path / "one", reference=reference))
     assert own_programs(plan)[0] == "reference_logprobs" and "reference" not in plan.resident_bytes
     assert {each.name for each in plan.program("train_step").inputs} == {"state", "frozen", "batch"}
-    monkeypatch.setattr(dpo_run, "_loaded", lambda *_, **__: pytest.fail("the reference was loaded again"))
+    monkeypatch.setattr(dpo_run, "load_reference_model", lambda *_: pytest.fail("the reference was loaded again"))
     _, _, second = run(read(folder, tmp_path / "two", reference=reference))
     assert second.series("train/loss") == first.series("train/loss")
     other = {**reference, "model_path": str(folder / "model")}
