@@ -31,7 +31,7 @@ from levanter.commands.train.config_diff import ChangedRunError, ResumeKeys
 from levanter.commands.train.describe import training_entry_point
 from levanter.commands.train.dpo.reference_logprobs import digest_of_source
 from levanter.commands.train.reference_model import find_reference_model
-from levanter.commands.train.task import Evaluation, PlannedEvaluation, Running, TaskRun, TrainingTask
+from levanter.commands.train.task import PlannedEvaluation, Running, TaskRun, TrainingEvaluation, TrainingTask
 from levanter.commands.train.trained_run import TaskModels, TaskRows
 from levanter.config import parse
 from levanter.data import next_tokens
@@ -174,7 +174,7 @@ class Agreement:
 
 
 @dataclass(kw_only=True)
-class EvaluateAgreement(Evaluation):
+class EvaluateAgreement(TrainingEvaluation):
     """Scores rows of a seed that training never has."""
 
     program: Program

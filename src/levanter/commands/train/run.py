@@ -32,7 +32,7 @@ from levanter.commands.train.run_dirs import (
     refuse_existing_exports,
 )
 from levanter.commands.train.saving import Saver, build_checkpointer, last_checkpoint
-from levanter.commands.train.task import TASK, Evaluation, Running, TrainingRows
+from levanter.commands.train.task import TASK, Running, TrainingEvaluation, TrainingRows
 from levanter.commands.train.work import Trained, TrainPlan, TrainWork
 from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed_stop, process_0_first, require_same
 from levanter.distributed.compile_barrier import jit_together
@@ -111,7 +111,7 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases:
             loss=losses[-1] if losses else None,
             checkpoint=checkpointer.newest or running.resumed,
             exported=exported,
-            evaluation=next((pause.result for pause in between if isinstance(pause, Evaluation)), None),
+            evaluation=next((pause.result for pause in between if isinstance(pause, TrainingEvaluation)), None),
             throughput=observed.track.throughput,
             seconds=seconds,
         )

@@ -137,7 +137,7 @@ class Result(Protocol):
         ...
 
 
-class Evaluation:
+class TrainingEvaluation:
     """A `Pause` that evaluates, and keeps its last result for the end of the run."""
 
     result: Result | None = None

@@ -19,7 +19,7 @@ from haliax_ext.prefetch import results
 from haliax_ext.program import Input, Program
 from haliax_ext.pytree import PyTree
 from levanter.commands.train.dpo.setup import Preferences
-from levanter.commands.train.task import Evaluation, Running
+from levanter.commands.train.task import Running, TrainingEvaluation
 from levanter.commands.train.trained_run import TrainedRun, under
 from levanter.data import PairRows, pair_targets
 from levanter.distributed.compile_barrier import jit_together
@@ -173,7 +173,7 @@ class PairResult:
 
 
 @dataclass(kw_only=True)
-class EvaluatePairs(Evaluation):
+class EvaluatePairs(TrainingEvaluation):
     """Evaluates between two steps, and logs the results under the last step's number.
 
     Attributes:

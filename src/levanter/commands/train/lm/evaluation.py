@@ -15,7 +15,7 @@ from haliax_ext.mapping import AxisMapping
 from haliax_ext.prefetch import results
 from haliax_ext.program import Input, Program
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.task import Evaluation, PlannedEvaluation, Running
+from levanter.commands.train.task import PlannedEvaluation, Running, TrainingEvaluation
 from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import (
     EvalBatches,
@@ -159,7 +159,7 @@ def plan_evaluation(
 
 
 @dataclass(kw_only=True)
-class Evaluate(Evaluation):
+class Evaluate(TrainingEvaluation):
     """Evaluates between two steps, and logs the results under the last step's number.
 
     Attributes:
