@@ -55,8 +55,8 @@ class Flat:
 
     @staticmethod
     def of(value: PyTree) -> "Flat":
-        """The arrays of a value."""
-        return Flat(_arrays(value))
+        """The arrays of a value; a value that is flat already is returned."""
+        return value if isinstance(value, Flat) else Flat(_arrays(value))
 
     def part(self, name: str) -> "Flat":
         """The arrays whose path begins with a name, which is removed from their paths."""

@@ -65,7 +65,7 @@ class Loaded:
         assert given is not None
         device = given.device
         assert isinstance(device, DeviceRunner)
-        rows = DeviceRunner(device.programs, device._mesh, device._model)
+        rows = DeviceRunner(device.programs, device._mesh, device._flat_model)
         engine = Engine(rows, given.schedule, constraints=given.constraints)
         return serve.make_service(self.plan.work, replace(self.ready, engine=engine))
 
