@@ -10,6 +10,8 @@ fit (3), or that it changes nothing a run looks at, and may pass. Judged for eve
   minutes by the clock, and not the end of the process;
 - the exit code: where the mutation is known to make no sense, 0 is nonsense that was accepted.
 
+Bodies of HTTP requests (`helpers/drawn_requests.py`) are read without a run; what is wrong with each is in its own words.
+
 Cases run one after the other in a process of their own, which is replaced where one of them ends it. A failure is
 printed with the seed and number that make it again (`--only N`).
 """
@@ -498,6 +500,26 @@ def checkpoint(dice: random.Random, here: Path) -> Case:
     return _evaluation(here, f"checkpoint {path.relative_to(folder)}: {how}", codes, "", *more)
 
 
+REQUESTS = 12
+"""Bodies of a case of requests."""
+
+
+def requests(dice: random.Random, here: Path) -> Case:
+    """Bodies of HTTP requests, read as the server reads them; nothing is run."""
+    return Case("requests", "", (str(dice.randrange(2**32)),), (0,))
+
+
+def _judge_requests(seed: str, here: Path) -> list[str]:
+    from helpers.drawn_requests import drawn_body, judge, service
+
+    dice, wrong = random.Random(seed), list[str]()
+    served = service(here)
+    for _ in range(REQUESTS):
+        path, raw = drawn_body(dice)
+        wrong += [f"{path} {raw!r:.300}: {what}" for what in judge(path, raw, served, dice)]
+    return wrong
+
+
 def unchanged(dice: random.Random, here: Path) -> Case:
     """A run that is sound: it must go through, or the others are refused for another reason than their mutation."""
     if dice.random() < 0.5:
@@ -508,7 +530,7 @@ def unchanged(dice: random.Random, here: Path) -> Case:
 MUTATIONS: tuple[tuple[Mutation, int], ...] = (
     (senseless_number, 4), (other_type, 3), (huge_size, 2), (misspelt_key, 2), (unknown_choice, 2), (damaged_document, 4),
     (command_line, 3), (any_key, 8), (checkpoint, 6), (config_json, 4), (damaged_json, 3), (tokenizer_json, 4), (weights, 5), (gguf_file, 4), (text, 4),
-    (files, 2), (path_of, 3), (unchanged, 1),
+    (files, 2), (path_of, 3), (requests, 6), (unchanged, 1),
 )  # fmt: skip
 """Every mutation, and how often it is drawn."""
 
@@ -530,6 +552,10 @@ def run(seed: int, number: int) -> dict:
         os.chdir(folder)
         try:
             case = make(seed, number, Path(folder))
+            if not case.command:
+                begun, wrong = time.process_time(), _judge_requests(case.words[0], Path(folder))
+                used = time.process_time() - begun
+                return {"number": number, "what": case.what, "wrong": wrong, "text": "", "code": 0, "seconds": used}
             attack = Attack(
                 name=case.what, command=case.command, words=case.words, code=case.codes[0], seconds=WALL_SECONDS
             )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import drawn_requests
 from helpers.attacks import Attack, judge, strike
 
 _spec = importlib.util.spec_from_file_location("fuzz", Path(__file__).with_name("fuzz.py"))
@@ -32,3 +33,11 @@ def test_a_seed_makes_the_same_case_again(tmp_path):
     cases = [fuzz.make(5, 11, folder) for folder in folders]
     first, second = [{p.name: p.read_bytes().replace(str(f).encode(), b"") for p in f.iterdir()} for f in folders]
     assert first == second and cases[0].what.replace(str(folders[0]), "") == cases[1].what.replace(str(folders[1]), "")
+
+
+def test_drawn_requests_are_read_or_refused(tmp_path):
+    """A dozen cases of `make fuzz` for requests, by a seed that it does not use."""
+    served, dice = drawn_requests.service(tmp_path), random.Random("requests of this test")
+    for _ in range(30):
+        path, raw = drawn_requests.drawn_body(dice)
+        assert drawn_requests.judge(path, raw, served, dice) == [], (path, raw[:300])

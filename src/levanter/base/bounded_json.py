@@ -16,21 +16,38 @@ Json: TypeAlias = dict[str, "Json"] | list["Json"] | str | int | float | bool | 
 """A JSON value. What is read from a file that may contain anything is `object` until it has been checked."""
 
 
+NAME_CHARACTERS = 100
+"""Characters of a name that are shown in a message."""
+NUMBER_CHARACTERS = 4000
+"""Of a number with a point or an exponent."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
-def parse_json(text: str, *, object_pairs_hook: Callable[[list[tuple[str, Any]]], object] | None = None) -> Any:
+def parse_json(
+    text: str,
+    *,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], object] | None = None,
+    is_measured: bool = False,
+) -> Any:
     """The value of a JSON text.
+
+    Args:
+        text: the text.
+        object_pairs_hook: makes the value of an object.
+        is_measured: whether the text is long and its shape was compared with limits, its depth too. Its numbers are
+            then converted in Python, which lets other threads run in between.
 
     Raises:
         json.JSONDecodeError: it is no JSON.
         OutOfBoundsError: it is nested deeper than `JSON_DEPTH`, or has a number of thousands of digits.
     """
     # Counting is cheap; the exact depth is computed only for texts that could exceed the limit.
-    if text.count("[") + text.count("{") > JSON_DEPTH and _depth(text) > JSON_DEPTH:
+    if not is_measured and text.count("[") + text.count("{") > JSON_DEPTH and _depth(text) > JSON_DEPTH:
         raise OutOfBoundsError(f"lists and objects are nested more than {JSON_DEPTH} deep, the limit for JSON")
+    numbers = {"parse_int": _integer, "parse_float": _real} if is_measured else {}
     try:
-        return json.loads(text, object_pairs_hook=object_pairs_hook)
+        return json.loads(text, object_pairs_hook=object_pairs_hook, **numbers)
     except json.JSONDecodeError:
         raise
     # The text is within the limit, but the caller's stack may be deep already.
@@ -41,6 +58,17 @@ def parse_json(text: str, *, object_pairs_hook: Callable[[list[tuple[str, Any]]]
         if object_pairs_hook is not None and "limit" not in str(error):
             raise
         raise OutOfBoundsError(f"a number is longer than the limit ({error})") from error
+
+
+def _integer(digits: str) -> int:
+    return int(digits)
+
+
+def _real(digits: str) -> float:
+    # `int` has such a limit of its own.
+    if len(digits) > NUMBER_CHARACTERS:
+        raise OutOfBoundsError(f"a number is longer than the limit of {NUMBER_CHARACTERS:,} characters")
+    return float(digits)
 
 
 def _depth(text: str) -> int:
@@ -72,12 +100,13 @@ class NotAnObjectError(ValueError):
     """Bytes that are no JSON object."""
 
 
-def parse_json_object(raw: bytes, problems: list[str]) -> dict[str, object]:
+def parse_json_object(raw: bytes, problems: list[str], *, is_measured: bool = False) -> dict[str, object]:
     """Reads a JSON object from bytes.
 
     Args:
         raw: the bytes.
         problems: receives the duplicate names and the paths of strings with half of a surrogate pair.
+        is_measured: see `parse_json`.
 
     Raises:
         NotAnObjectError: not UTF-8, not JSON, nested too deep, or another JSON value.
@@ -92,7 +121,7 @@ def parse_json_object(raw: bytes, problems: list[str]) -> dict[str, object]:
         return result
 
     try:
-        value = parse_json(raw.decode(), object_pairs_hook=to_dict)
+        value = parse_json(raw.decode(), object_pairs_hook=to_dict, is_measured=is_measured)
     except UnicodeDecodeError as error:
         raise NotAnObjectError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -101,8 +130,9 @@ def parse_json_object(raw: bytes, problems: list[str]) -> dict[str, object]:
         raise NotAnObjectError(str(error)) from None
     if not isinstance(value, dict):
         raise NotAnObjectError(f"expected an object, got {json_kind(value)}")
-    problems += [_printable(f"{name}: written twice") for name in duplicates]
-    if (where := find_surrogate(value)) is not None:
+    problems += [_printable(f"{name[:NAME_CHARACTERS]}: written twice") for name in duplicates]
+    # UTF-8 has no surrogates: only an escape can write one.
+    if _SURROGATE.search(raw) and (where := find_surrogate(value)) is not None:
         problems.append(_printable(f"{where}: half of a surrogate pair, which no text has"))
     return value
 
@@ -113,7 +143,8 @@ def find_surrogate(value: object, where: str = "") -> str | None:
         return where if lone_surrogate(value) is not None else None
     if isinstance(value, dict):
         for key, item in value.items():
-            inner = f"{where}.{key}" if where else str(key)
+            name = key[:NAME_CHARACTERS]
+            inner = f"{where}.{name}" if where else name
             if lone_surrogate(key) is not None:
                 return inner
             if (path := find_surrogate(item, inner)) is not None:

@@ -9,10 +9,13 @@ for each of them. `docs/errors.md` shows a sample of each kind.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
+from heapq import nsmallest
 
-from levanter.base.input_limits import HINT_CHARACTERS, PROBLEMS, capped
+from levanter.base.input_limits import HINT_CHARACTERS, HINTS, PROBLEMS, capped
 
 COMMAND_LINE = "command line"
+KEY_CHARACTERS = 100
+"""Characters of an unknown name in a request that are shown."""
 LONGEST_KEY = 400
 """Characters of a key that are shown."""
 
@@ -93,6 +96,22 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
     # difflib's cutoff is absolute. Of `mlp` and `mlps` only the clearly better match should be suggested.
     best = SequenceMatcher(None, close[0], word).ratio()
     return [name for name in close if SequenceMatcher(None, name, word).ratio() > best - 0.15]
+
+
+def unknown_names(names: Iterable[str], known: Iterable[str], what: str) -> list[str]:
+    """`name: what; did you mean …?` for names that are not known, sorted.
+
+    Only the first `HINTS` are listed and get a suggestion, which takes time in proportion to the names; the last line
+    counts the others.
+
+    >>> unknown_names(["sed", "xyzzy"], ["seed", "steps"], "not a field")
+    ['sed: not a field; did you mean `seed`?', 'xyzzy: not a field']
+    """
+    names, known = set(names), sorted(known)
+    listed = nsmallest(HINTS, names)
+    lines = [f"{name[:KEY_CHARACTERS]}: {what}{did_you_mean(name, known)}" for name in listed]
+    more = len(names) - len(listed)
+    return [*lines, f"{more:,} further names: {what}"] if more else lines
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from haliax_ext.prefetch import place
 from haliax_ext.program import Flat, Input, Jit, Program
 from haliax_ext.pytree import PyTree
-from levanter.inference.constraint import Constraint, ConstraintError, Constraints
+from levanter.inference.constraint import ConstraintError, Constraints
 from levanter.inference.programs import GenerationPrograms
-from levanter.inference.requests import ChoiceId, Event, Failed, Finished, Request, Token
+from levanter.inference.requests import ChoiceId, Event, Failed, Finished, Request, TextConstraint, Token
 from levanter.inference.sampling import SlotSampling, host_params
 from levanter.inference.scheduler import QueueFullError, Schedule
 from levanter.inference.scheduler_state import DecodeSlot, PrefillChunk, SchedulerState, StepPlan
@@ -367,7 +367,7 @@ class Engine:
     _state: SchedulerState = field(init=False)
     _calls: "deque[tuple[_InflightCall, ...]]" = field(default_factory=deque, init=False)
     """The calls of each step that was not read yet."""
-    _conforming: dict[ChoiceId, Constraint] = field(default_factory=dict, init=False)
+    _conforming: dict[ChoiceId, TextConstraint] = field(default_factory=dict, init=False)
     _lost: dict[ChoiceId, str] = field(default_factory=dict, init=False)
     _sampled: dict[ChoiceId, SlotSampling] = field(default_factory=dict, init=False)
 
@@ -418,14 +418,18 @@ class Engine:
         self._state = self.schedule.start()
         self._conforming, self._lost, self._sampled = {}, {}, {}
 
-    def offer(self, request: Request) -> None:
+    def offer(self, request: Request, choices: Sequence[int] | None = None) -> None:
         """Puts a request into the queue.
+
+        Args:
+            request: the request.
+            choices: numbers of the choices that are put in, where the caller bounds the queue; None for all.
 
         Raises:
             RefusedError: it could never finish; see `Schedule.check`.
-            QueueFullError: too many tokens wait.
+            QueueFullError: too many tokens wait; not with `choices`.
         """
-        self._state = self.schedule.offered(self._state, request)
+        self._state = self.schedule.offered(self._state, request, choices)
 
     def step(self) -> Iterator[Event]:
         """Dispatches the next calls, reads those that are due, and yields their events.
@@ -457,6 +461,13 @@ class Engine:
         self._conforming.pop(of, None)
         self._lost.pop(of, None)
         self._state = self.schedule.ended(self._state, of)
+
+    def cancel_request(self, request: str) -> None:
+        """Ends all choices of a request."""
+        for known in (self._conforming, self._lost):
+            for of in [of for of in known if of.request == request]:
+                del known[of]
+        self._state = self.schedule.ended_request(self._state, request)
 
     def _dispatch(self, plan: StepPlan) -> tuple[_InflightCall, ...]:
         """Dispatches a step's calls: the decode call first, as running sequences should not wait for prompts."""
@@ -493,18 +504,24 @@ class Engine:
             row = plan.after.rows[slot]
             if row is None or row.request.constraint is None:
                 continue
-            assert self.constraints is not None, f"{of} has a constraint, and the engine has no `constraints`"
             try:
                 # A matcher starts at the first sampled token. A preempted choice keeps it, as it has read its tokens
                 # already.
                 if of not in self._conforming:
-                    self._conforming[of] = self.constraints.start(row.request.constraint)
+                    self._conforming[of] = self._start(row.request)
                 masks[slot] = self._conforming[of].mask()
             except ConstraintError as error:
                 # An empty mask allows no token, which ends the row.
                 self._lost[of] = str(error)
                 masks[slot] = np.zeros(1, np.uint32)
         return masks
+
+    def _start(self, request: Request) -> TextConstraint:
+        """A constraint at the beginning of a text."""
+        if request.compiled is not None:
+            return request.compiled.copy()
+        assert self.constraints is not None and request.constraint is not None, f"{request.id}: no `constraints`"
+        return self.constraints.start(request.constraint)
 
     def _read(self, call: _InflightCall) -> Iterator[Event]:
         """Waits for the results of a call, and yields their events."""
@@ -568,9 +585,9 @@ class Engine:
     def _lose(self, of: ChoiceId) -> Iterator[Event]:
         # Pages that were known to be sound before remain available for prefix reuse.
         if self._state.find(of) is not None:
-            error = self._lost.pop(of, NOT_FINITE)
+            failed = Failed(of=of, error=self._lost.get(of, NOT_FINITE), is_invalid=of in self._lost)
             self.cancel(of)
-            yield Failed(of=of, error=error)
+            yield failed
 
 
 def _sampling(request: Request, of: ChoiceId) -> SlotSampling:

@@ -17,11 +17,18 @@ from functools import cached_property
 
 from levanter.base.bounded_json import lone_surrogate
 from levanter.compat.hf.tokenizer import FastTokenizer
-from levanter.config.errors import did_you_mean
+from levanter.config.errors import unknown_names
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate, select_template
 from levanter.inference.constraint import Constraints
-from levanter.inference.requests import ConstraintKind, ConstraintSpec, Request, SamplingParams, merge_stop_ids
+from levanter.inference.requests import (
+    ConstraintKind,
+    ConstraintSpec,
+    PromptTooLongError,
+    Request,
+    SamplingParams,
+    merge_stop_ids,
+)
 from levanter.inference.scheduler import Schedule
 
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "regex", "grammar")
@@ -67,8 +74,8 @@ def _response_format(response_format: object, problems: list[str]) -> Constraint
         problems.append(f"response_format: expected an object with `type`, one of {', '.join(_TYPES)}")
         return None
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    for name in sorted(set(response_format) - known):
-        problems.append(f"response_format.{name}: not known{did_you_mean(name, sorted(known))}")
+    unknown = unknown_names(response_format.keys() - known, known, "not known")
+    problems += [f"response_format.{line}" for line in unknown]
     if kind == "text":
         return None
     if kind == "json_object":
@@ -77,8 +84,8 @@ def _response_format(response_format: object, problems: list[str]) -> Constraint
     if not isinstance(inner, dict):
         problems.append("response_format.json_schema: expected an object with `schema`")
         return None
-    for name in sorted(set(inner) - _SCHEMA_FIELDS):
-        problems.append(f"response_format.json_schema.{name}: not known{did_you_mean(name, sorted(_SCHEMA_FIELDS))}")
+    unknown = unknown_names(inner.keys() - _SCHEMA_FIELDS, _SCHEMA_FIELDS, "not known")
+    problems += [f"response_format.json_schema.{line}" for line in unknown]
     for name, kind in _SCHEMA_OPTIONS.items():
         if not isinstance(inner.get(name), kind | None):
             expected = "a string" if kind is str else "true or false"
@@ -161,10 +168,11 @@ def engine_request(
         tokens = prompt.prompt
     if not tokens:
         problems.append("prompt: empty; at least one token is required")
-    wrong = [f"prompt[{n}]: id {i}" for n, i in enumerate(tokens) if not 0 <= i < vocab_size]
+    wrong = [n for n, i in enumerate(tokens) if not 0 <= i < vocab_size]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        problems.append(f"{wrong[0]} is not one of the model's {vocab_size} ids (0 to {vocab_size - 1}){more}")
+        first = f"prompt[{wrong[0]}]: id {tokens[wrong[0]]}"
+        problems.append(f"{first} is not one of the model's {vocab_size} ids (0 to {vocab_size - 1}){more}")
     stop_ids: tuple[int, ...] = ()
     try:
         prompt.params.check_ids(vocab_size)
@@ -234,6 +242,14 @@ class PromptRules:
     penalties: bool = True
 
 
+MIN_TEXT_BYTES = 1 << 20
+"""Size of a text that is tokenized whatever the context is."""
+PART_CHARACTERS = 1 << 16
+"""Characters of a text that are tokenized at a time to see whether all of it may fit."""
+CUT_TOKENS = 16
+"""Tokens by which a cut may lengthen a text."""
+
+
 class PromptReader:
     """Makes engine requests, for one model and one cache.
 
@@ -275,8 +291,8 @@ class PromptReader:
         """
         request = engine_request(
             prompt,
-            encode=self.encode_with_special_tokens,
-            chat=None if self.template is None else lambda messages: self.conversation(messages, prompt.template),
+            encode=self._prompt_ids,
+            chat=None if self.template is None else lambda messages: self._chat_ids(messages, prompt.template),
             vocab_size=self.rules.vocab_size,
             model_ends=self.ends,
             seed=self.rules.seed,
@@ -291,13 +307,13 @@ class PromptReader:
             raise ValueError("\n".join(problems))
         if request.constraint is not None:
             assert self.constraints is not None
-            # Started here only to report errors of the constraint; the engine starts its own.
-            self.constraints.start(request.constraint)
+            # Compiled here, because all texts wait for the thread of the engine.
+            request = replace(request, compiled=self.constraints.start(request.constraint))
         # A request for no tokens is only scored: it needs no pages of the cache, but has to fit a Program that scores.
         if request.params.max_tokens != 0:
             self.schedule.check(request)
         elif len(request.tokens) > self.schedule.context:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"a prompt of {len(request.tokens)} tokens is more than the context of {self.schedule.context} tokens"
             )
         return request
@@ -338,7 +354,59 @@ class PromptReader:
         Raises:
             ValueError: the template refuses the conversation, or there is no template.
         """
+        return self.encode(self._render(messages, more))
+
+    def _render(self, messages: Sequence[Mapping[str, object]], more: Mapping[str, object] | None) -> str:
         if self.template is None:
             raise ValueError("messages: this model has no chat template; write the text as `prompt`")
         text, _ = self.template.render(messages, {"add_generation_prompt": True, **(more or {})}, "messages")
+        if len(text) > self.max_text_bytes:
+            message = f"messages: their text has more than {self.max_text_bytes:,} characters, the limit"
+            raise PromptTooLongError(message)
+        return text
+
+    def _prompt_ids(self, text: str) -> list[int]:
+        self._check_length(text)
+        return self.encode_with_special_tokens(text)
+
+    def _chat_ids(self, messages: Sequence[Mapping[str, object]], more: Mapping[str, object]) -> list[int]:
+        text = self._render(messages, more)
+        self._check_length(text)
         return self.encode(text)
+
+    @cached_property
+    def max_text_bytes(self) -> int:
+        """Largest size of a text that is tokenized; a longer one is refused unread.
+
+        No text that fits into the context is longer, unless the tokenizer removes a part of it.
+        """
+        try:
+            longest = int(self.tokenizer.byte_lengths().max(initial=1))
+        # A tokenizer that spells its tokens in an unknown way.
+        except ValueError:
+            longest = 1
+        return max(MIN_TEXT_BYTES, self.schedule.context * longest)
+
+    def _check_length(self, text: str) -> None:
+        """Refuses a text that has far more tokens than the context, in time that the context bounds.
+
+        The parts of a long text are tokenized one after another, until they have too many tokens. Cutting the text may
+        add tokens (a word becomes two), which `CUT_TOKENS` allows for; so what passes is not sure to fit.
+
+        Raises:
+            PromptTooLongError: it has.
+        """
+        context = self.schedule.context
+        if len(text) > self.max_text_bytes:
+            raise PromptTooLongError(
+                f"a text of {len(text):,} characters is more than the context of {context} tokens has room for"
+            )
+        if len(text) <= PART_CHARACTERS:
+            return
+        tokens = 0
+        for start in range(0, len(text), PART_CHARACTERS):
+            tokens += len(self.encode(text[start : start + PART_CHARACTERS])) - CUT_TOKENS
+            if tokens > context:
+                raise PromptTooLongError(
+                    f"a prompt of more than {tokens} tokens is more than the context of {context} tokens"
+                )

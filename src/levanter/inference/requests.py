@@ -10,10 +10,12 @@ Nothing here is text: `inference.prompts` tokenizes prompts, and `inference.deto
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
 
 from levanter.base.bounded_json import lone_surrogate
-from levanter.config.errors import did_you_mean
+from levanter.config.errors import unknown_names
 from levanter.config.validators import (
     LARGEST_INT32,
     LARGEST_INT64,
@@ -58,6 +60,10 @@ NEVER: Mapping[str, str] = {
     "suffix": "models here continue a text, they do not fill a gap in one",
 }
 """Parameters of other servers that are refused, and what to do instead."""
+
+
+class PromptTooLongError(ValueError):
+    """A prompt, or a prompt and the tokens that should follow it, for which the model or its cache has no room."""
 
 
 class ParamsError(ValueError):
@@ -141,7 +147,8 @@ class SamplingParams(Ranged):
         for name, most in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_STOP_IDS), ("stop", MAX_STOPS)):
             if (count := len(getattr(self, name))) > most:
                 problems.append(f"{name}: at most {most} entries, got {count}")
-        for i, stop in enumerate(self.stop):
+        # More than these are a problem already.
+        for i, stop in enumerate(self.stop[:MAX_STOPS]):
             if not stop:
                 problems.append(f"stop[{i}]: an empty string would end every text at its beginning")
             elif len(stop) > MAX_STOP_CHARACTERS:
@@ -190,16 +197,15 @@ def parse_params(fields: Mapping[str, object], *, ignore: Set[str] = frozenset()
     Raises:
         ParamsError: lists every field that is unknown, refused, of another type or out of range.
     """
-    problems: list[str] = []
+    unknown = fields.keys() - PARAMETERS - ignore
+    problems = unknown_names(unknown, {*_READERS, *ignore}, "not a parameter") if unknown else []
     values = {}
     for name, value in fields.items():
-        if name in ignore:
+        if name in ignore or name in unknown:
             continue
         if name in NEVER:
             if not _is_neutral(name, value, fields):
                 problems.append(f"{name}: refused; {NEVER[name]}")
-        elif name not in _READERS:
-            problems.append(f"{name}: not a parameter{did_you_mean(name, {*_READERS, *ignore})}")
         elif value is not None:
             try:
                 read = _READERS[name](value)
@@ -315,6 +321,8 @@ def _ids(value: object) -> tuple[int, ...]:
 def _biases(value: object) -> Mapping[int, float]:
     if not isinstance(value, Mapping):
         raise _UnreadableError(f": expected an object from id to bias, got {_format_value(value)}")
+    if len(value) > MAX_BIASES:
+        raise _UnreadableError(f": at most {MAX_BIASES} entries, got {len(value)}")
     biases = {}
     for key, bias in value.items():
         text = str(key)
@@ -346,6 +354,8 @@ _READERS: Mapping[str, Callable[[object], object]] = {
         ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), _number
     ),
 }
+PARAMETERS = frozenset({*_READERS, *NEVER})
+"""The names of parameters, those that are refused included."""
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
@@ -378,6 +388,22 @@ class ConstraintSpec:
     text: str = ""
 
 
+class TextConstraint(Protocol):
+    """A constraint that was compiled; `inference.constraint.Constraint`."""
+
+    def copy(self) -> "TextConstraint":
+        """The same constraint for another text."""
+        ...
+
+    def mask(self) -> np.ndarray:
+        """The ids that may come next, uint32 `[words]`, a bit each, lowest first."""
+        ...
+
+    def accept(self, id: int) -> None:
+        """Advances the text by one token."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A request for the engine.
@@ -389,6 +415,9 @@ class Request:
         seed: seed of their noise: that of `params`, or a derived or random one.
         stop_ids: the ids that end a choice, the model's own included; see `merge_stop_ids`.
         constraint: a constraint of the text, or None.
+        compiled: the constraint, compiled; None where the engine has to compile it. Each choice gets a copy.
+        client: who it is from, from the outermost group inwards (an address, a call of it). Rows are shared evenly
+            among groups, and within a group among those inside it. Requests of one client are served in order.
     """
 
     id: str
@@ -397,6 +426,8 @@ class Request:
     seed: int
     stop_ids: tuple[int, ...] = ()
     constraint: ConstraintSpec | None = None
+    compiled: TextConstraint | None = field(default=None, compare=False, repr=False)
+    client: tuple[str, ...] = ()
 
     def new_tokens(self, context: int) -> int:
         """Maximum number of tokens of a choice, for this context length."""
@@ -442,10 +473,12 @@ class Failed:
     Attributes:
         of: the choice.
         error: the error message for the client.
+        is_invalid: whether the request is at fault, by its constraint.
     """
 
     of: ChoiceId
     error: str
+    is_invalid: bool = field(default=False, compare=False)
 
 
 Event: TypeAlias = Token | Finished | Failed

@@ -1,22 +1,24 @@
 """`Schedule`: which sequences run in the next call of the device. Pure: from a `SchedulerState` to a `StepPlan`.
 
-- Choices are admitted in the order of arrival, so none starves. The one exception: a choice waits while another one of
-  its request computes the prompt that they share.
+- Rows are shared evenly among clients: the next free row is for the client that has the fewest, and a client with two
+  rows more than one that waits gives one up. The choices of a client are admitted in the order of arrival, so none
+  starves. The one exception: a choice waits while another one of its request computes the prompt that they share.
 - Prompts are computed in chunks (*chunked prefill*), at most one call of them a step, next to the decoding of all other
   sequences. How a prompt is cut depends on its length alone: calls of other sizes round differently, and a text must
   not depend on what else runs.
-- A sequence takes pages as it grows. If there are none, the youngest sequence is preempted: its pages are released at
-  once, and it waits in its old order with its tokens, which are prefilled like a prompt later. The oldest sequence is
-  never preempted, and a request that could not finish with all pages of a shard is refused on arrival: so the oldest
-  sequence always finishes.
+- A sequence takes pages as it grows. If there are none, the youngest sequence of the client with the most rows is
+  preempted: its pages are released at once, and it waits in its old order with its tokens, which are prefilled like a
+  prompt later. The oldest sequence is never preempted, and a request that could not finish with all pages of a shard is
+  refused on arrival: so the oldest sequence always finishes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
-from levanter.inference.requests import ChoiceId, Request
+from levanter.inference.requests import ChoiceId, PromptTooLongError, Request
 from levanter.inference.scheduler_state import (
     DecodeSlot,
     PagePool,
@@ -25,6 +27,8 @@ from levanter.inference.scheduler_state import (
     SequenceState,
     StepPlan,
     cached_pages,
+    client_share,
+    count_shares,
     page_hashes,
     replace_fields,
 )
@@ -32,6 +36,10 @@ from levanter.inference.scheduler_state import (
 
 class RefusedError(ValueError):
     """A request that could never finish with this cache."""
+
+
+class TooLongError(RefusedError, PromptTooLongError):
+    """A prompt and its new tokens are more than the context or the cache."""
 
 
 class QueueFullError(Exception):
@@ -51,7 +59,8 @@ class Schedule:
         steps: maximum tokens that a decode call gives a sequence.
         max_queued_tokens: limit on tokens of prompts that wait; a single request may have more.
         shards: shards of the cache and of `batch`, each with its own pages and its own consecutive rows.
-        fixed: each row owns its pages, an equal share of its shard's; no prefixes are shared and nothing is preempted.
+        fixed: each row owns its pages, an equal share of its shard's; no prefixes are shared, and nothing is preempted
+            for want of pages.
         share_prefixes: whether sequences with the same first pages share them.
         earlier: number of ids before a chunk of a prompt that the model reads.
         snapshots: snapshots of a shard, for a model that remembers more than its pages. Prefixes are then shared up to
@@ -115,38 +124,50 @@ class Schedule:
             raise RefusedError("the prompt is empty; at least one token is required")
         if new < 1 or prompt + new > self.context:
             new_text = f"{new} new tokens (max_tokens)" if request.params.max_tokens is not None else "one new token"
-            raise RefusedError(
+            raise TooLongError(
                 f"a prompt of {prompt} tokens and {new_text} are more than the context of {self.context} tokens"
             )
         # The last token is sampled and never read, so its key and value need no position.
         needed = self.pages_for(prompt + new - 1)
         if needed > self.pages:
-            raise RefusedError(
+            raise TooLongError(
                 f"a prompt of {prompt} tokens and {new} new ones take {needed} pages of {self.page_size} positions, "
                 f"and the cache has {self.pages}"
             )
 
-    def offered(self, state: SchedulerState, request: Request) -> SchedulerState:
+    def offered(self, state: SchedulerState, request: Request, choices: Sequence[int] | None = None) -> SchedulerState:
         """The state with one more request in the queue.
+
+        Args:
+            state: the state.
+            request: the request.
+            choices: numbers of the choices that are put in, where the caller bounds the queue; None for all.
 
         Raises:
             RefusedError: it could never finish.
-            QueueFullError: too many tokens wait.
+            QueueFullError: too many tokens wait; not with `choices`.
         """
         self.check(request)
         waiting, new = state.queued_tokens, len(request.tokens) * request.params.n
         # An empty queue takes a request of any size; otherwise one longer than the limit could never be accepted.
-        if waiting and waiting + new > self.max_queued_tokens:
+        if choices is None and waiting and waiting + new > self.max_queued_tokens:
             raise QueueFullError(
                 f"{waiting} prompt tokens are queued; {new} more would exceed the limit of {self.max_queued_tokens}"
             )
         # The choices of a request are queued in order, each as a sequence of its own.
         limit = request.new_tokens(self.context)
         rows = tuple(
-            SequenceState(id=ChoiceId(request.id, n), request=request, order=state.arrived + n, limit=limit)
-            for n in range(request.params.n)
+            SequenceState(id=ChoiceId(request.id, n), request=request, order=state.arrived + place, limit=limit)
+            for place, n in enumerate(range(request.params.n) if choices is None else choices)
         )
         return replace_fields(state, queue=state.queue + rows, arrived=state.arrived + len(rows))
+
+    def ended_request(self, state: SchedulerState, request: str) -> SchedulerState:
+        """The state without the choices of a request; see `ended`."""
+        state = replace_fields(state, queue=tuple(row for row in state.queue if row.id.request != request))
+        for row in (row for row in state.rows if row is not None and row.id.request == request):
+            state = self.ended(state, row.id)
+        return state
 
     def ended(self, state: SchedulerState, id: ChoiceId) -> SchedulerState:
         """The state without a choice, whose pages are released at once; the same state if it has ended before.
@@ -169,9 +190,7 @@ class Schedule:
         work = _Work(self, state)
         # Running sequences get their pages first. A step that had to preempt admits none: a new sequence would take
         # the pages that were just freed.
-        preempted = work.preempt()
-        if not preempted:
-            work.admit()
+        preempted = work.preempt() or work.admit()
         # A sequence whose prompt ends in this step gets its first token there, and decodes from the next step on.
         # Decode is planned before prefill: `prefill` marks prompts as written, and `decode` would take them for
         # computed.
@@ -284,9 +303,9 @@ class _Work:
         self.released.append(row.slot)
 
     def preempt(self) -> tuple[ChoiceId, ...]:
-        """Gives decoding sequences the pages of their next call; preempts the youngest of the shard if there are none.
+        """Gives decoding sequences the pages of their next call; preempts others of the shard if there are none.
 
-        A sequence may preempt itself, if it is the youngest.
+        A sequence may preempt itself.
         """
         preempted = []
         for row in self.running():
@@ -300,19 +319,20 @@ class _Work:
             while missing > 0 and self.look(shard).available < missing and self.rows[slot] is not None:
                 # Only sequences of the same shard have pages that help. The loop ends when enough are free, or when
                 # this sequence was itself the youngest and gave up its row.
-                youngest = max(
-                    (
-                        other
-                        for other in self.rows
-                        if other is not None and self.shard_for_slot(other.slot or 0) == shard
-                    ),
-                    key=lambda other: other.order,
-                )
-                self._preempt(youngest)
-                preempted.append(youngest.id)
+                victim = self._page_victim(shard)
+                self._preempt(victim)
+                preempted.append(victim.id)
             if missing > 0 and self.rows[slot] is not None:
                 self.put(replace_fields(row, pages=row.pages + self.pool(shard).take(missing)))
         return tuple(preempted)
+
+    def _page_victim(self, shard: int) -> SequenceState:
+        """The sequence of a shard that gives up its pages: of the client with most rows, the youngest."""
+        rows = [row for row in self.rows if row is not None and self.shard_for_slot(row.slot or 0) == shard]
+        shares = count_shares(row.request.client for row in rows)
+        oldest = min(rows, key=lambda row: row.order)
+        # Never the oldest, unless it is alone.
+        return max(rows, key=lambda row: (row is not oldest, client_share(row.request.client, shares), row.order))
 
     def _preempt(self, row: SequenceState) -> None:
         self.vacate(row)
@@ -332,27 +352,68 @@ class _Work:
         """Maximum number of tokens that the next call gives a sequence."""
         return min(self.schedule.steps if row.request.constraint is None else 1, row.unplanned)
 
-    def admit(self) -> None:
-        """Admits waiting sequences in order, while there are rows and pages."""
-        waiting = []
-        for n, row in enumerate(self.queue):
+    def admit(self) -> tuple[ChoiceId, ...]:
+        """Admits waiting sequences while there are rows and pages: of the client with the fewest rows first.
+
+        A client that has two rows more than one that waits gives up its youngest.
+
+        Returns:
+            The choices that were preempted for that.
+        """
+        flows: dict[tuple[str, ...], deque[SequenceState]] = {}
+        for row in self.queue:
+            flows.setdefault(row.request.client, deque()).append(row)
+        shares = count_shares(row.request.client for row in self.rows if row is not None)
+        admitted: set[ChoiceId] = set()
+        preempted: list[ChoiceId] = []
+        while flows:
+            client = min(flows, key=lambda one: (client_share(one, shares), flows[one][0].order))
+            row = flows[client][0]
             if row.due:
-                # It was preempted, and its last tokens, which it is prefilled with, have not been read yet. Those
-                # behind it wait too, to keep the order of arrival.
-                waiting += self.queue[n:]
-                break
+                # It was preempted, and its last tokens, which it is prefilled with, have not been read yet. Those of
+                # its client behind it wait too, to keep the order of arrival.
+                del flows[client]
+                continue
             names = self._shareable_names(row)
             # The prompt is computed once: the other choices of a request wait until its pages can be shared.
-            if self._sibling_prefills(row, names):
-                waiting.append(row)
+            if not self._sibling_prefills(row, names):
+                shard = self._shard_for(row, names)
+                if shard is None and (victim := self._overserved(client, shares, admitted)) is not None:
+                    self._preempt(victim)
+                    preempted.append(victim.id)
+                    shares -= count_shares([victim.request.client])
+                    shard = self._shard_for(row, names)
+                # The first that does not fit blocks the rest: smaller ones behind it must not starve it.
+                if shard is None:
+                    break
+                self._place(row, names, shard)
+                admitted.add(row.id)
+                shares += count_shares([client])
+            flows[client].popleft()
+            if not flows[client]:
+                del flows[client]
+        self.queue = [row for row in self.queue if row.id not in admitted]
+        return tuple(preempted)
+
+    def _overserved(
+        self, client: tuple[str, ...], shares: "Counter[tuple[str, ...]]", admitted: Set[ChoiceId]
+    ) -> SequenceState | None:
+        """The sequence that gives up its row for a waiting client; None if no client has two rows more than that one.
+
+        Afterwards that client has at least as many rows as the other, so they do not take turns. It keeps another row,
+        and the sequence is its youngest: never the oldest of all.
+        """
+        mine = client_share(client, shares)
+        victims = []
+        for row in self.rows:
+            if row is None or row.id in admitted:
                 continue
-            shard = self._shard_for(row, names)
-            # The first that does not fit blocks the rest: smaller ones behind it must not starve it.
-            if shard is None:
-                waiting += self.queue[n:]
-                break
-            self._place(row, names, shard)
-        self.queue = waiting
+            names = zip(client, row.request.client, mine, client_share(row.request.client, shares), strict=False)
+            # Compared where their names differ: at the address, or at the calls of one address.
+            counts = next(((count, others) for name, other, count, others in names if name != other), (0, 0))
+            if counts[1] >= counts[0] + 2:
+                victims.append(row)
+        return max(victims, key=lambda row: (client_share(row.request.client, shares), row.order), default=None)
 
     def _shareable_names(self, row: SequenceState) -> tuple[bytes, ...]:
         """The hashes of the pages that a sequence could share: at least one token has to be computed."""

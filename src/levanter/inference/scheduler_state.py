@@ -8,6 +8,7 @@ planning only their number matters.
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -319,6 +320,21 @@ class SequenceState:
         return self.slot is not None and self.written < self.target
 
 
+def count_shares(clients: Iterable[tuple[str, ...]]) -> "Counter[tuple[str, ...]]":
+    """How often each client and each group of clients occurs: `("a", "1")` counts for itself and for `("a",)`."""
+    counts: Counter[tuple[str, ...]] = Counter(clients)
+    for client, count in list(counts.items()):
+        for length in range(1, len(client)):
+            counts[client[:length]] += count
+    return counts
+
+
+def client_share(client: tuple[str, ...], counts: "Counter[tuple[str, ...]]") -> tuple[int, ...]:
+    """The counts of a client's groups and its own, the outermost first: who has the least is served next."""
+    # A client without a name is its own group.
+    return tuple(counts[client[: length + 1]] for length in range(max(1, len(client))))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerState:
     """The sequences and the pages at one moment.
@@ -341,6 +357,14 @@ class SchedulerState:
     def idle(self) -> bool:
         """Whether no sequence waits or runs."""
         return not self.queue and not any(self.rows)
+
+    def shares(self, *, waiting: bool = False) -> "Counter[tuple[str, ...]]":
+        """The number of running choices of each client, and of each group of clients.
+
+        Args:
+            waiting: whether to count choices that wait as well.
+        """
+        return count_shares(row.request.client for row in (*self.rows, *(self.queue if waiting else ())) if row)
 
     @property
     def queued_tokens(self) -> int:

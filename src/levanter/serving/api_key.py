@@ -7,6 +7,7 @@ prefix. Neither logs nor error messages contain it.
 import hashlib
 import hmac
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +19,17 @@ MIN_CHARACTERS = 8
 """Length of a key: a shorter one is a mistake, or guessed at once."""
 MAX_FILE_BYTES = 4096
 """Size of a key file: a longer file is another file."""
+
+
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
+_FILE_NAME = re.compile(r"(?:.*/)?[\w.-]{1,40}\.(?:key|txt|secret|token|pem|env)|/.{1,200}|[a-z0-9]+://.{1,200}")
+
+
+def shown_source(where: str) -> str:
+    """The source of a key in a message: shortened where it may be the key itself, written in the wrong place."""
+    if where.startswith(ENVIRONMENT):
+        return where if _VARIABLE.fullmatch(where.removeprefix(ENVIRONMENT)) else f"{ENVIRONMENT}…"
+    return where if _FILE_NAME.fullmatch(where) else f"a value of {len(where)} characters"
 
 
 class ApiKeyError(ValueError):
@@ -69,29 +81,38 @@ def read_key(where: str, environment: Mapping[str, str] = os.environ) -> ApiKey:
     if where.startswith(ENVIRONMENT):
         name = where.removeprefix(ENVIRONMENT)
         if name not in environment:
-            raise ApiKeyError(f"api_key: {where}: there is no environment variable {name}")
+            # Somebody may have written the key itself there, which must not get into a log.
+            shown = f" {name}" if _VARIABLE.fullmatch(name) else ", and what is written there is not the name of one"
+            raise ApiKeyError(f"api_key: {ENVIRONMENT}…: there is no environment variable{shown}")
         return ApiKey.of(_checked(environment[name], where))
     try:
         with open_read(where) as file:
             # One byte more than the limit shows that the file is too long, whatever its size.
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise ApiKeyError(f"api_key: {where}: no such file") from None
-    except OSError as error:
-        raise ApiKeyError(f"api_key: {where}: {error.strerror or error}") from error
+        raise ApiKeyError(
+            f"api_key: {shown_source(where)}: no such file\n"
+            "  → the key itself is in a file or in an environment variable: api_key: FILE, or api_key: env:NAME"
+        ) from None
+    except (OSError, ValueError) as error:
+        # `OSError` itself would show the file name.
+        problem = (error.strerror if isinstance(error, OSError) else None) or "cannot be read"
+        raise ApiKeyError(f"api_key: {shown_source(where)}: {problem}") from None
     if len(content) > MAX_FILE_BYTES:
-        raise ApiKeyError(f"api_key: {where}: more than {MAX_FILE_BYTES:,} bytes; a key is one short line")
+        raise ApiKeyError(
+            f"api_key: {shown_source(where)}: more than {MAX_FILE_BYTES:,} bytes; a key is one short line"
+        )
     try:
         return ApiKey.of(_checked(content.decode("ascii"), where))
     except UnicodeDecodeError:
-        raise ApiKeyError(f"api_key: {where}: not plain ASCII, which a header could not carry") from None
+        raise ApiKeyError(f"api_key: {shown_source(where)}: not plain ASCII, which a header could not carry") from None
 
 
 def _checked(text: str, where: str) -> str:
     # Editors and `echo` end a file with a line break.
     key = text.strip()
     if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ApiKeyError(f"api_key: {where}: a key is one line of printable ASCII without spaces")
+        raise ApiKeyError(f"api_key: {shown_source(where)}: a key is one line of printable ASCII without spaces")
     if len(key) < MIN_CHARACTERS:
-        raise ApiKeyError(f"api_key: {where}: {len(key)} characters; a key has {MIN_CHARACTERS} at least")
+        raise ApiKeyError(f"api_key: {shown_source(where)}: {len(key)} characters; a key has {MIN_CHARACTERS} at least")
     return key

@@ -20,12 +20,10 @@ from levanter.serving.errors import (
     http_error_response,
     internal_error_response,
 )
-from levanter.serving.metrics import RequestRejected
+from levanter.serving.metrics import UNROUTED, RequestRejected
 from levanter.serving.responses import TokenStrings
 from levanter.serving.service import Service
 
-NOWHERE = "other"
-"""The route of requests to unknown paths, which would otherwise be an unbounded number of routes."""
 Application: TypeAlias = Starlette
 
 
@@ -54,7 +52,7 @@ def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Seque
     async def handle_http_error(request: Request, error: Exception) -> Response:
         answer = await http_error_response(request, error)
         # The client chooses the path, so the event does not contain it.
-        service.observe(RequestRejected(route=NOWHERE, reason="absent", status=answer.status_code))
+        service.observe(RequestRejected(route=UNROUTED, reason="absent", status=answer.status_code))
         return answer
 
     application = Starlette(
@@ -77,7 +75,7 @@ def app(service: Service, *, routes: Sequence[BaseRoute] = (), middleware: Seque
 def _route(request: Request) -> str:
     """The path of a request's route, with its parameters by name: a label that clients cannot choose."""
     route = request.scope.get("route")
-    return str(getattr(route, "path", NOWHERE))
+    return str(getattr(route, "path", UNROUTED))
 
 
 def _service(request: Request) -> Service:

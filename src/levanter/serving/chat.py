@@ -37,6 +37,9 @@ from levanter.serving.request_schema import ChatBody, NamedTool, Tool
 from levanter.serving.responses import ParsedCall, PartialChoice, ResponseBuilder, is_visible, respond
 from levanter.serving.service import Service
 
+MAX_MESSAGES = 10_000
+"""Messages of one conversation."""
+
 
 def template_messages(messages: object) -> tuple[Mapping[str, object], ...]:
     """Messages in the form that chat templates expect, as training reads them.
@@ -50,6 +53,8 @@ def template_messages(messages: object) -> tuple[Mapping[str, object], ...]:
     """
     listed: Sequence[Mapping[str, object]] = messages if isinstance(messages, list) else []
     problems: list[str] = [] if listed else ["messages: expected at least one"]
+    if len(listed) > MAX_MESSAGES:
+        raise ProtocolError([f"messages: at most {MAX_MESSAGES:,}, got {len(listed):,}"])
     read = tuple(read_message(message, f"messages[{n}].", problems) for n, message in enumerate(listed))
     if problems:
         raise ProtocolError(problems)
@@ -127,20 +132,24 @@ class ToolRules:
             return _schema_constraint(self.tools[0].function.parameters or {"type": "object"})
         if self.mode != "required":
             return None
+        # Each tool's parameters are a document of their own, to whose root their references are relative.
+        definitions = {
+            f"tool_{n}": embedded_schema(tool.function.parameters or {"type": "object"}, f"#/$defs/tool_{n}")
+            for n, tool in enumerate(self.tools)
+        }
         call_schemas = [
             {
                 "type": "object",
-                "properties": {
-                    "name": {"const": tool.function.name},
-                    "arguments": tool.function.parameters or {"type": "object"},
-                },
+                "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/tool_{n}"}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for tool in self.tools
+            for n, tool in enumerate(self.tools)
         ]
         limit = {} if self.several else {"maxItems": 1}
-        return _schema_constraint({"type": "array", "items": {"anyOf": call_schemas}, "minItems": 1, **limit})
+        return _schema_constraint(
+            {"$defs": definitions, "type": "array", "items": {"anyOf": call_schemas}, "minItems": 1, **limit}
+        )
 
     def calls_in(self, text: str) -> tuple[ToolCall, ...]:
         """The calls that a text consists of; none if anything in it is not a call of a known tool."""
@@ -172,6 +181,51 @@ class ToolRules:
         if all(name != tool.function.name for tool in self.tools):
             return None
         return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+_NAMES_OF_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+"""Keywords of JSON schemas whose value is an object from any name to a schema."""
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords of JSON schemas whose value is data, in which `$ref` means nothing."""
+
+
+def embedded_schema(schema: Mapping[str, object], pointer: str) -> Mapping[str, object]:
+    """A schema for a place inside another one, where its references to its own root and parts still hold.
+
+    Args:
+        schema: a document of its own.
+        pointer: the place, as a reference (`#/$defs/x`).
+    """
+    id = schema.get("$id")
+
+    def moved(reference: str) -> str:
+        base, mark, rest = reference.partition("#")
+        # The document may refer to itself by its name, too. `#name` is an anchor, which does not depend on its place.
+        is_inside = not base or base == id
+        return pointer + rest if is_inside and (mark or base) and (not rest or rest.startswith("/")) else reference
+
+    def walk(part: object, *, names: bool) -> object:
+        if isinstance(part, list):
+            return [walk(item, names=False) for item in part]
+        if not isinstance(part, Mapping):
+            return part
+        if names:
+            return {name: walk(item, names=False) for name, item in part.items()}
+        return {
+            key: moved(value)
+            if key == "$ref" and isinstance(value, str)
+            else value
+            if key in _VALUES
+            else walk(value, names=key in _NAMES_OF_SCHEMAS)
+            for key, value in part.items()
+        }
+
+    # With a name of its own inside, references would be relative to that; the dialect is the outer document's.
+    result = walk({key: value for key, value in schema.items() if key not in ("$id", "$schema")}, names=False)
+    assert isinstance(result, dict)
+    return result
 
 
 def _schema_constraint(schema: Mapping[str, object]) -> ConstraintSpec:
@@ -215,7 +269,7 @@ def tool_rules(tools: Sequence[Tool] | None, choice: str | NamedTool | None, *, 
     problems = []
     names = [tool.function.name for tool in tools or ()]
     if len(names) > MAX_TOOLS:
-        problems.append(f"tools: at most {MAX_TOOLS}, got {len(names)}")
+        raise ProtocolError([f"tools: at most {MAX_TOOLS}, got {len(names)}"])
     for n, name in enumerate(names):
         if not _TOOL_NAME.fullmatch(name):
             problems.append(f"tools[{n}].function.name: expected 1 to 64 letters, digits, `_`, `-` and `.`")
@@ -258,7 +312,7 @@ def parse_chat(raw: bytes, service: Service) -> ChatCall:
     Raises:
         ApiError: lists its problems.
     """
-    fields = parse_fields(raw)
+    fields = parse_fields(raw, service.reader)
     # Chat responses have no place for the prompt.
     if fields.get("echo"):
         raise invalid_request("echo: only for /v1/completions")

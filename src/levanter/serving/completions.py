@@ -12,6 +12,8 @@ from levanter.inference.requests import params_to_json
 from levanter.serving.engine_thread import TokenDelta
 from levanter.serving.errors import invalid_request
 from levanter.serving.request_parsing import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
     check_model_name,
     decode_request,
     make_submission,
@@ -32,8 +34,6 @@ from levanter.serving.responses import (
 from levanter.serving.service import Service
 
 PATH = "/v1/completions"
-MAX_PROMPTS = 1024
-"""Prompts of one request."""
 
 
 def parse_completion(raw: bytes, service: Service) -> ParsedCall:
@@ -42,10 +42,16 @@ def parse_completion(raw: bytes, service: Service) -> ParsedCall:
     Raises:
         ApiError: lists its problems.
     """
-    fields = parse_fields(raw)
+    fields = parse_fields(raw, service.reader)
     body, sampling = decode_request(CompletionBody, fields, defaults=params_to_json(service.reader.defaults))
     check_model_name(body.model, service.names)
     prompts = _list_prompts(body.prompt)
+    # Everything below, and the engine's work, grows with the choices.
+    if (choices := len(prompts) * sampling.params.n) > MAX_CHOICES:
+        raise invalid_request(
+            f"n: {len(prompts)} prompts with {sampling.params.n} choices each are {choices:,} choices; a request may "
+            f"have {MAX_CHOICES:,}"
+        )
     # Engine requests have ids of their own, the response's with a number: one HTTP request may have many prompts.
     id = random_id("cmpl")
     # All prompts share one seed, which the response returns: the same request with it gives the same texts.

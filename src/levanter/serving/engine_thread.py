@@ -1,6 +1,6 @@
 """`EngineThread`: the thread that runs the engine, and the messages between it and the event loop.
 
-The event loop puts `Submission`, `Cancel` and `Drain` messages into an `Inbox`; the thread returns `TokenDelta` and
+The event loop puts messages into an `Inbox`; the thread returns `TokenDelta` and
 `PromptScored` values. The thread also turns tokens into text and ends a choice at a stop string. Between two steps it
 reads the inbox, so a cancelled request has no slot from the next step on. While there is nothing to do it sleeps in the
 inbox.
@@ -9,6 +9,7 @@ inbox.
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -19,7 +20,8 @@ from levanter.inference.engine import NOT_FINITE, Engine
 from levanter.inference.programs import PromptScores, ScorePromptFn
 from levanter.inference.requests import ChoiceId, Event, Failed, FinishReason, Request, Token
 from levanter.inference.scheduler import QueueFullError
-from levanter.serving.metrics import EngineLoad
+from levanter.inference.scheduler_state import count_shares
+from levanter.serving.metrics import EngineLoad, ThroughputEstimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class TokenDelta:
         reason: why it has ended; None while it goes on.
         matched: the stop string or the id that ended it.
         error: an error that ended it, or None.
+        is_invalid: whether the error is the request's.
         at: the time, by `time.monotonic`.
     """
 
@@ -42,6 +45,7 @@ class TokenDelta:
     reason: FinishReason | None = None
     matched: str | int | None = None
     error: str | None = None
+    is_invalid: bool = False
     at: float
 
     @property
@@ -106,11 +110,9 @@ class Cancel:
 
     Attributes:
         request: its id.
-        choice: the choice; None for all.
     """
 
     request: str
-    choice: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,10 @@ class Drain:
 
 
 EngineMessage: TypeAlias = Submission | Cancel | Drain
+
+
+SHORT_SHARE = 16
+"""A request of at most this part of `max_queued_tokens` may wait beyond it."""
 
 
 class InboxClosedError(Exception):
@@ -137,14 +143,15 @@ class Inbox:
         # Guards all fields below, and wakes the engine's thread.
         self._changed = threading.Condition()
         self._messages: list[EngineMessage] = []
-        self._queued = 0
+        self._queued: Counter[tuple[str, ...]] = Counter()
+        """Tokens of prompts that wait, by group of clients."""
         self._closed = False
 
     @property
     def queued_tokens(self) -> int:
         """Tokens of prompts that wait, in the inbox or at the engine."""
         with self._changed:
-            return self._queued
+            return self._queued.total()
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Puts requests in, all of them or none.
@@ -154,20 +161,32 @@ class Inbox:
             InboxClosedError: the thread reads no more messages.
         """
         new = sum(submission.tokens for submission in submissions)
+        group = submissions[0].request.client[:1] if submissions else ()
         with self._changed:
             if self._closed:
                 raise InboxClosedError
-            # An empty queue takes any request, or one that is longer than the limit could never be served.
-            if self._queued and self._queued + new > self.max_queued_tokens:
+            if not self._accepts(new, group):
                 raise QueueFullError(
-                    f"{self._queued} prompt tokens are queued; {new} more would exceed the limit of "
+                    f"{self._queued.total()} prompt tokens are queued; {new} more would exceed the limit of "
                     f"{self.max_queued_tokens}"
                 )
             # Added before the engine has read the messages, so that many requests at once cannot pass the limit
             # together.
-            self._queued += new
+            self._queued[group] += new
             self._messages += submissions
             self._changed.notify()
+
+    def _accepts(self, new: int, group: tuple[str, ...]) -> bool:
+        """Whether so many more tokens of a group of clients may wait."""
+        total, most = self._queued.total(), self.max_queued_tokens
+        # An empty queue takes any request, or one that is longer than the limit could never be served.
+        if not total or total + new <= most:
+            return True
+        # A full queue does not shut out those who did not fill it: an address has its share of the limit in any case,
+        # and a short request waits beyond the limit, as long as they are few.
+        others = sum(count > 0 for name, count in self._queued.items() if name != group)
+        within_share = others > 0 and self._queued[group] + new <= most // (others + 1)
+        return within_share or (new <= most // SHORT_SHARE and total + new <= 2 * most)
 
     def post(self, message: Cancel | Drain) -> None:
         """Puts in a message that no limit applies to."""
@@ -206,18 +225,21 @@ class Inbox:
             messages, self._messages = self._messages, []
             return messages
 
-    def report(self, waiting: int) -> None:
-        """Sets the tokens that wait at the engine, which has received all messages that were taken."""
+    def report(self, waiting: "Counter[tuple[str, ...]]") -> None:
+        """Sets the tokens that wait at the engine, by group, which has received all messages that were taken."""
         with self._changed:
-            unread = (message.tokens for message in self._messages if isinstance(message, Submission))
-            # Messages that arrived since `take` are not known to the engine yet.
-            self._queued = waiting + sum(unread)
+            self._queued = Counter(waiting)
+            for message in self._messages:
+                # Messages that arrived since `take` are not known to the engine yet.
+                if isinstance(message, Submission):
+                    self._queued[message.request.client[:1]] += message.tokens
 
 
 class Backlog:
-    """Requests that wait for the engine, in order.
+    """Requests that wait for the engine: those of a client in order, the clients in turn.
 
-    A request is removed by its id, and the totals are kept up to date, both in constant time.
+    Groups of clients (see `Request.client`) take turns, and so do those inside a group. A request is removed by its id,
+    and the totals are kept up to date, both in constant time.
 
     Args:
         context: positions of a sequence.
@@ -225,91 +247,112 @@ class Backlog:
 
     def __init__(self, context: int):
         self._context = context
-        self._requests: dict[str, Submission] = {}
+        # Group → client → request id → request. The next in turn stands first.
+        self._groups: dict[tuple[str, ...], dict[tuple[str, ...], dict[str, Submission]]] = {}
+        self._client_of: dict[str, tuple[str, ...]] = {}
+        self._taken: dict[str, int] = {}
+        """Request id → its choices that were taken already."""
         self.tokens = self.choices = self.new_tokens = 0
+        self.tokens_of: Counter[tuple[str, ...]] = Counter()
+        """Prompt tokens of each group."""
 
     def __bool__(self) -> bool:
-        return bool(self._requests)
+        return bool(self._client_of)
 
     def append(self, submission: Submission) -> None:
-        """Adds a request at the end."""
-        self._requests[submission.request.id] = submission
-        self._count(submission, 1)
+        """Adds a request at the end of its client's."""
+        request = submission.request
+        clients = self._groups.setdefault(request.client[:1], {})
+        clients.setdefault(request.client, {})[request.id] = submission
+        self._client_of[request.id] = request.client
+        self._count(request, request.params.n)
 
-    def pop(self) -> Submission:
-        """Removes and returns the first request."""
-        return self._remove(next(iter(self._requests)))
+    def first(self, shares: "Counter[tuple[str, ...]] | None" = None) -> Submission:
+        """The request that is next.
+
+        Args:
+            shares: how much of the engine each client and group has; those with the least are first.
+        """
+        counts = shares or Counter()
+        # `min` takes the first of equals, so clients with the same share take turns.
+        group = min(self._groups, key=counts.__getitem__)
+        client = min(self._groups[group], key=counts.__getitem__)
+        return next(iter(self._groups[group][client].values()))
+
+    def pop(self, shares: "Counter[tuple[str, ...]] | None" = None) -> Submission:
+        """Removes and returns the request that is next; see `first`."""
+        submission = self._remove(self.first(shares).request.id)
+        self._rotate(submission.request.client)
+        return submission
+
+    def _rotate(self, client: tuple[str, ...]) -> None:
+        """Puts a client and its group last."""
+        if (clients := self._groups.pop(client[:1], None)) is not None:
+            self._groups[client[:1]] = clients
+            if (requests := clients.pop(client, None)) is not None:
+                clients[client] = requests
+
+    def take(self, most: int, shares: "Counter[tuple[str, ...]] | None" = None) -> tuple[Request, range]:
+        """Takes choices of the request that is next; it stays, as the last in turn, if it has more.
+
+        Args:
+            most: number of choices, at most.
+            shares: see `first`.
+
+        Returns:
+            The request, and the numbers of the choices.
+        """
+        request = self.first(shares).request
+        begin = self._taken.get(request.id, 0)
+        taken = range(begin, min(request.params.n, begin + most))
+        if taken.stop == request.params.n:
+            self.pop(shares)
+        else:
+            self._taken[request.id] = taken.stop
+            self._count(request, -len(taken))
+            self._rotate(request.client)
+        return request, taken
+
+    def waiting_choices(self, request: Request) -> range:
+        """The choices of a request that wait here."""
+        return range(self._taken.get(request.id, 0), request.params.n)
 
     def discard(self, id: str) -> None:
         """Removes a request if it is in the backlog."""
-        # The request may have been passed to the engine already.
-        if id in self._requests:
+        if id in self._client_of:
             self._remove(id)
+
+    def requests(self) -> list[Request]:
+        """All requests."""
+        groups = (requests for clients in self._groups.values() for requests in clients.values())
+        return [submission.request for requests in groups for submission in requests.values()]
 
     def clear(self) -> list[Request]:
         """Removes and returns all requests."""
-        return [self.pop().request for _ in range(len(self._requests))]
+        return [self.pop().request for _ in range(len(self._client_of))]
 
     def _remove(self, id: str) -> Submission:
-        submission = self._requests.pop(id)
-        self._count(submission, -1)
+        client = self._client_of.pop(id)
+        clients = self._groups[client[:1]]
+        submission = clients[client].pop(id)
+        # Empty groups would be looked through for ever.
+        if not clients[client]:
+            del clients[client]
+        if not clients:
+            del self._groups[client[:1]]
+        self._count(submission.request, -len(self.waiting_choices(submission.request)))
+        self._taken.pop(id, None)
         return submission
 
-    def _count(self, submission: Submission, sign: int) -> None:
-        """Updates the totals: prompt tokens, choices, and tokens that the choices may get."""
-        request = submission.request
-        self.tokens += sign * submission.tokens
-        self.choices += sign * request.params.n
-        self.new_tokens += sign * request.params.n * request.new_tokens(self._context)
-
-
-SMOOTHING = 0.1
-"""Weight of the last step in the moving averages of `ThroughputEstimate`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThroughputEstimate:
-    """Moving averages of step times, from which `Retry-After` is computed; 0 before the first step.
-
-    Attributes:
-        token_seconds: time of a step in which every running slot gets its next tokens.
-        prompt_seconds: time to compute one token of a prompt.
-    """
-
-    token_seconds: float = 0.0
-    prompt_seconds: float = 0.0
-
-    def after(self, seconds: float, *, rows: int, prompt_tokens: int) -> "ThroughputEstimate":
-        """The estimate after another step.
-
-        Args:
-            seconds: time of the step.
-            rows: slots that got tokens.
-            prompt_tokens: prompt tokens that were computed.
-        """
-        # Only steps without a prefill call measure decoding alone.
-        if rows and not prompt_tokens:
-            return replace(self, token_seconds=_smooth(self.token_seconds, seconds))
-        if prompt_tokens:
-            # The decode call of a step takes as long with a prefill call as without; the rest is the prefill's.
-            prefill_seconds = max(0.0, seconds - (self.token_seconds if rows else 0.0))
-            return replace(self, prompt_seconds=_smooth(self.prompt_seconds, prefill_seconds / prompt_tokens))
-        return self
-
-    def drained_in(self, *, rows: int, remaining: int, prompt_tokens: int) -> float:
-        """Seconds until all known requests are done, if every slot runs all the time.
-
-        Args:
-            rows: number of slots.
-            remaining: tokens that running and waiting choices may still get.
-            prompt_tokens: tokens of the prompts that wait.
-        """
-        return remaining / rows * self.token_seconds + prompt_tokens * self.prompt_seconds
-
-
-def _smooth(before: float, now: float) -> float:
-    # The first measurement is taken as it is, instead of averaging it with 0.
-    return now if not before else (1 - SMOOTHING) * before + SMOOTHING * now
+    def _count(self, request: Request, choices: int) -> None:
+        """Adds choices of a request to the totals: prompt tokens, choices, and tokens that the choices may get."""
+        group, tokens = request.client[:1], choices * len(request.tokens)
+        self.tokens += tokens
+        self.tokens_of[group] += tokens
+        if not self.tokens_of[group]:
+            del self.tokens_of[group]
+        self.choices += choices
+        self.new_tokens += choices * request.new_tokens(self._context)
 
 
 class EngineThread:
@@ -339,7 +382,7 @@ class EngineThread:
         schedule = engine.schedule
         self._backlog, self._to_score = Backlog(schedule.context), Backlog(schedule.context)
         self._texts: dict[str, dict[int, ChoiceText]] = {}
-        """Request id → the choices that go on, by number."""
+        """Id of a request that was offered to the engine → its choices that go on, by number."""
         self._outbox: list[Delivery] = []
         self._throughput = ThroughputEstimate()
         pages = schedule.pages * schedule.shards
@@ -397,32 +440,26 @@ class EngineThread:
             # A prompt is scored before its first token is sampled; the request moves to the backlog when it has its
             # scores.
             (self._to_score if message.score else self._backlog).append(message)
-            request = message.request
-            if request.params.max_tokens != 0:
-                # A request for no tokens has no choices; only its prompt is scored.
-                self._texts[request.id] = {n: self._text(request) for n in range(request.params.n)}
         elif isinstance(message, Cancel):
-            if message.choice is None:
-                # A single choice of a request in the backlog is dropped by `_offer`.
-                self._backlog.discard(message.request)
-                self._to_score.discard(message.request)
-            # A list, because `_end` removes entries.
-            for n, text in list(self._texts.get(message.request, {}).items()):
-                if message.choice in (None, n):
-                    of = ChoiceId(message.request, n)
-                    self._end(of, TokenDelta(of=of, reason=text.cancel().reason, at=time.monotonic()))
+            self._to_score.discard(message.request)
+            self._backlog.discard(message.request)
+            # Nobody reads the end of its choices: the service has forgotten them.
+            if self._texts.pop(message.request, None) is not None:
+                self._engine.cancel_request(message.request)
         else:
+            assert isinstance(message, Drain)
             for of, text in self._open():
                 piece = text.cancel()
                 self._end(of, TokenDelta(of=of, text=piece.text, reason="length", at=time.monotonic()))
-            # Their choices have ended above with what they had, which is nothing; the scores will not come.
+            # Choices that wait end with what they have, which is nothing; scores of their prompts will not come.
+            for of in self._clear_choices():
+                self._outbox.append(TokenDelta(of=of, reason="length", at=time.monotonic()))
             for request in self._to_score.clear():
                 error = "the server shut down before the prompt was scored"
                 self._outbox.append(PromptScored(request=request.id, error=error, at=time.monotonic()))
-            self._backlog.clear()
 
     def _open(self) -> list[tuple[ChoiceId, ChoiceText]]:
-        """All choices that go on."""
+        """All choices that the engine knows and that go on."""
         return [(ChoiceId(id, n), text) for id, texts in self._texts.items() for n, text in texts.items()]
 
     def _text(self, request: Request) -> ChoiceText:
@@ -449,26 +486,41 @@ class EngineThread:
         # JSON has no NaN; a model that overflowed has no scores.
         if not all(map(math.isfinite, scores.logprobs)):
             self._outbox.append(PromptScored(request=request.id, error=NOT_FINITE, at=time.monotonic()))
-            # `_process` has nothing to do for it, as the request is never offered to the engine.
-            self._texts.pop(request.id, None)
             return
         self._outbox.append(PromptScored(request=request.id, scores=scores, at=time.monotonic()))
         if request.params.max_tokens != 0:
             self._backlog.append(replace(submission, score=False))
 
     def _offer(self) -> None:
-        """Offers requests to the engine until its queue has as many choices as there are slots.
+        """Offers requests to the engine until its queue has as many choices as there are slots, or a few times that.
 
         The others stay in the backlog, where cancelling one costs nothing.
         """
         engine = self._engine
-        while self._backlog and len(engine.state.queue) < engine.schedule.rows:
-            request = self._backlog.pop().request
-            engine.offer(request)
-            for n in range(request.params.n):
-                # The choice was cancelled while its request was in the backlog.
-                if n not in self._texts.get(request.id, {}):
-                    engine.cancel(ChoiceId(request.id, n))
+        if not self._backlog:
+            return
+        rows, shares = engine.schedule.rows, engine.state.shares(waiting=True)
+        while self._backlog:
+            request = self._backlog.first(shares).request
+            # Clients without a choice at the engine find room beyond that of the others: the schedule gives them a row
+            # before those who have one, but only where they are in its queue.
+            most_waiting = rows * (1 if shares[request.client] else 2 if shares[request.client[:1]] else 3)
+            if len(engine.state.queue) >= most_waiting:
+                return
+            # A part of the choices at a time, or those of one request would fill the queue.
+            request, choices = self._backlog.take(rows, shares)
+            engine.offer(request, choices)
+            texts = self._texts.setdefault(request.id, {})
+            texts.update((n, self._text(request)) for n in choices)
+            shares += count_shares([request.client] * len(choices))
+
+    def _clear_choices(self) -> list[ChoiceId]:
+        """The choices that the engine does not know yet; empties the backlog, and leaves prompts to be scored."""
+        waiting = [(request, self._backlog.waiting_choices(request)) for request in self._backlog.requests()]
+        waiting += [(request, self._to_score.waiting_choices(request)) for request in self._to_score.requests()]
+        self._backlog.clear()
+        # A request for no tokens has no choices; only its prompt is scored.
+        return [ChoiceId(r.id, n) for r, choices in waiting if r.params.max_tokens != 0 for n in choices]
 
     def _process(self, event: Event) -> None:
         text = self._texts.get(event.of.request, {}).get(event.of.choice)
@@ -476,7 +528,8 @@ class EngineThread:
             # The choice has ended by a stop string, or was cancelled, while the engine computed further tokens.
             return
         if isinstance(event, Failed):
-            self._end(event.of, TokenDelta(of=event.of, error=event.error, at=time.monotonic()))
+            failed = TokenDelta(of=event.of, error=event.error, is_invalid=event.is_invalid, at=time.monotonic())
+            self._end(event.of, failed)
         elif isinstance(event, Token):
             piece = text.push(event.id)
             delta = TokenDelta(
@@ -498,8 +551,12 @@ class EngineThread:
         rows = [row for row in state.rows if row is not None]
         free, running = sum(pool.available for pool in state.pools), len(rows)
         backlogs = (self._backlog, self._to_score)
-        waiting = sum(backlog.tokens for backlog in backlogs) + state.queued_tokens
-        self._inbox.report(waiting)
+        waiting_of = self._backlog.tokens_of + self._to_score.tokens_of
+        for row in state.queue:
+            if not row.preempted:
+                waiting_of[row.request.client[:1]] += len(row.request.tokens)
+        waiting = waiting_of.total()
+        self._inbox.report(waiting_of)
         self.load = replace(
             self.load,
             running=running,
@@ -530,10 +587,10 @@ class EngineThread:
         for unread in self._inbox.close_and_flush():
             if isinstance(unread, Submission):
                 self._handle(unread)
-        self._outbox += [TokenDelta(of=of, error=message, at=now) for of, _ in self._open()]
+        choices = (*(of for of, _ in self._open()), *self._clear_choices())
+        self._outbox += [TokenDelta(of=of, error=message, at=now) for of in choices]
         self._outbox += [PromptScored(request=request.id, error=message, at=now) for request in self._to_score.clear()]
         self._texts.clear()
-        self._backlog.clear()
         # Every open request gets an end, so that no client waits for a thread that is gone.
         self._deliver(self._outbox)
         self._ended()

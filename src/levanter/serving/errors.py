@@ -61,8 +61,13 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def invalid_request(message: str, *, code: str | None = None, reason: RejectReason = "invalid") -> ApiError:
-    """An error 400; `param` is the first field that the message names."""
+MAX_MESSAGE = 8000
+"""Characters of an error message: names and values of a request are shortened, and there may be many."""
+
+
+def invalid_request(message: str, *, code: str | None = None, reason: RejectReason | None = "invalid") -> ApiError:
+    """An error 400; `param` is the first field that the message names. See `ApiError` for `reason`."""
+    message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
     # Messages begin with the path of the field, as `temperature: …`.
     match = _PARAM.match(message)
     return ApiError(400, message, reason=reason, param=None if match is None else match[1], code=code)

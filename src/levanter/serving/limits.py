@@ -9,6 +9,8 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from levanter.config.validators import PositiveFloat, PositiveInt, Range, Ranged
 
+RELEASE_BODY = "levanter.release_body"
+"""Entry of the ASGI scope: a function that an application calls when it does not need the body any longer."""
 BodyMib: TypeAlias = Annotated[float, Range(0, 32, above=True)]
 Seconds: TypeAlias = Annotated[float, Range(0, 86_400, above=True)]
 

@@ -10,7 +10,7 @@ so the number of lines does not grow while a server runs. The format is Promethe
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 from levanter.serving.errors import RejectReason
@@ -78,6 +78,22 @@ class ChoiceEnded:
     at: float
 
 
+UNROUTED = "other"
+"""The route of requests to unknown paths: clients choose paths, which would be an unbounded number of routes."""
+PATHS = frozenset(
+    {
+        *("/", "/health", "/ready", "/metrics", "/status", "/plan", "/openapi.json", "/v1/models", "/v1/tokens"),
+        *("/tokenize", "/detokenize", "/tokenizer_info", "/v1/chat/completions", "/v1/completions"),
+    }
+)
+"""The paths of routes without parameters. A request may be rejected before it has a route."""
+
+
+def route_of_path(path: str) -> str:
+    """The route of a request that no route has seen yet: its path, if it is one of `PATHS`."""
+    return path if path in PATHS else UNROUTED
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequestRejected:
     """A request was rejected.
@@ -123,6 +139,55 @@ class EngineLoad:
     pages_free: int = 0
     computed_tokens: int = 0
     shared_tokens: int = 0
+
+
+SMOOTHING = 0.1
+"""Weight of the last step in the moving averages of `ThroughputEstimate`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputEstimate:
+    """Moving averages of step times, from which `Retry-After` is computed; 0 before the first step.
+
+    Attributes:
+        token_seconds: time of a step in which every running slot gets its next tokens.
+        prompt_seconds: time to compute one token of a prompt.
+    """
+
+    token_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+
+    def after(self, seconds: float, *, rows: int, prompt_tokens: int) -> "ThroughputEstimate":
+        """The estimate after another step.
+
+        Args:
+            seconds: time of the step.
+            rows: slots that got tokens.
+            prompt_tokens: prompt tokens that were computed.
+        """
+        # Only steps without a prefill call measure decoding alone.
+        if rows and not prompt_tokens:
+            return replace(self, token_seconds=_smooth(self.token_seconds, seconds))
+        if prompt_tokens:
+            # The decode call of a step takes as long with a prefill call as without; the rest is the prefill's.
+            prefill_seconds = max(0.0, seconds - (self.token_seconds if rows else 0.0))
+            return replace(self, prompt_seconds=_smooth(self.prompt_seconds, prefill_seconds / prompt_tokens))
+        return self
+
+    def drained_in(self, *, rows: int, remaining: int, prompt_tokens: int) -> float:
+        """Seconds until all known requests are done, if every slot runs all the time.
+
+        Args:
+            rows: number of slots.
+            remaining: tokens that running and waiting choices may still get.
+            prompt_tokens: tokens of the prompts that wait.
+        """
+        return remaining / rows * self.token_seconds + prompt_tokens * self.prompt_seconds
+
+
+def _smooth(before: float, now: float) -> float:
+    # The first measurement is taken as it is, instead of averaging it with 0.
+    return now if not before else (1 - SMOOTHING) * before + SMOOTHING * now
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

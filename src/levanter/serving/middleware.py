@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from levanter.base.input_limits import MIB, shown_bytes
 from levanter.serving.api_key import ApiKey
 from levanter.serving.errors import ApiError, JsonResponse
-from levanter.serving.limits import LimitsConfig
-from levanter.serving.metrics import Observer, RequestRejected, ServerEvent
+from levanter.serving.limits import RELEASE_BODY, LimitsConfig
+from levanter.serving.metrics import Observer, RequestRejected, ServerEvent, route_of_path
 
 HTTP_VERSIONS = ("1.0", "1.1")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -90,8 +90,7 @@ async def reject(error: ApiError, scope: Scope, send: Send, observe: Observer) -
         observe: receives the event.
     """
     assert error.reason is not None, "a rejection has a reason"
-    # Only events have the path; metrics count rejections by reason.
-    observe(RequestRejected(route=scope["path"], reason=error.reason, status=error.status))
+    observe(RequestRejected(route=route_of_path(scope["path"]), reason=error.reason, status=error.status))
     await JsonResponse(error.body, status=error.status, headers=error.headers)(scope, _receive_nothing, send)
 
 
@@ -311,7 +310,8 @@ class BodyLimit:
             if isinstance(body, ApiError):
                 await reject(body, scope, _drain_before_close(receive, send), self._observe)
             elif body is not None:
-                await self._app(scope, _replay_body(body, receive, reader.release), send)
+                scope[RELEASE_BODY] = reader.release
+                await self._app(scope, _replay_body(body, receive), send)
         finally:
             reader.release()
 
@@ -389,17 +389,13 @@ def _content_length(headers: Collection[tuple[bytes, bytes]]) -> int | None:
     return None
 
 
-def _replay_body(body: bytes, receive: Receive, release: Callable[[], None]) -> Receive:
-    """An ASGI `receive` that gives a body which was read, and then what `receive` gives.
-
-    The second call means that the application has taken the body, so its bytes are released.
-    """
+def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """An ASGI `receive` that gives a body which was read, and then what `receive` gives."""
     pending = [body]
 
     async def replay() -> Message:
         if pending:
             return {"type": "http.request", "body": pending.pop(), "more_body": False}
-        release()
         return await receive()
 
     return replay

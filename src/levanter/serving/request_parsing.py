@@ -22,10 +22,18 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from starlette.requests import ClientDisconnect, Request
 
 from levanter.base.bounded_json import NotAnObjectError, json_kind, parse_json_object
-from levanter.base.input_limits import HINTS, MIB, shown_bytes
-from levanter.config.errors import did_you_mean
+from levanter.base.input_limits import MIB, OutOfBoundsError, shown_bytes
+from levanter.config.errors import did_you_mean, unknown_names
 from levanter.inference.prompts import PromptReader, PromptRequest, parse_constraint
-from levanter.inference.requests import ConstraintSpec, ParamsError, SamplingParams, params_to_json, parse_params
+from levanter.inference.requests import (
+    PARAMETERS,
+    ConstraintSpec,
+    ParamsError,
+    PromptTooLongError,
+    SamplingParams,
+    parse_params,
+)
+from levanter.io.json_shape import SMALL_BYTES, JsonLimits, json_shape
 from levanter.serving.engine_thread import Submission
 from levanter.serving.errors import ApiError, invalid_request
 from levanter.serving.request_schema import CONSTRAINT_NAMES, NEUTRAL_VALUES, StreamOptions
@@ -50,16 +58,27 @@ class ProtocolError(ValueError):
         super().__init__("\n".join((*shown, *((f"and {more} more",) if more else ()))))
 
 
-def parse_object(body: bytes) -> dict[str, object]:
+def parse_object(body: bytes, limits: JsonLimits | None = None) -> dict[str, object]:
     """The JSON object of a body.
 
+    Args:
+        body: the body.
+        limits: the largest object that is read; None for any.
+
     Raises:
+        OutOfBoundsError: it exceeds `limits`.
         ProtocolError: the body is not UTF-8, not JSON or not an object, is nested too deep, has a field twice, or a
             string with half of a surrogate pair.
     """
     problems: list[str] = []
+    is_measured = limits is not None and len(body) > SMALL_BYTES
+    if limits is not None and is_measured:
+        # Counted first: Python's reader lets no other thread run until it is done.
+        excess = limits.exceeded_by(json_shape(body, limits))
+        if excess is not None:
+            raise OutOfBoundsError(excess)
     try:
-        value = parse_json_object(body, problems)
+        value = parse_json_object(body, problems, is_measured=is_measured)
     except NotAnObjectError as error:
         raise ProtocolError([f"the body: {error}"]) from None
     if problems:
@@ -98,14 +117,11 @@ def _decode_object(
     prefix = f"{where}." if where else ""
     known = field_names(cls)
     # A replayed message has null for every field of its client's class, including those that we do not know.
-    unknown = (name for name in set(value) - known - ignore if not where or value[name] is not None)
-    # Sorted, so that the same request always gets the same message.
-    for n, name in enumerate(sorted(unknown)):
-        # A suggestion takes time that grows with the names, so only the first few unknown fields get one.
-        hint = did_you_mean(name, sorted(known | ignore)) if n < HINTS else ""
-        if (way := getattr(cls, "replaced", {}).get(name)) is not None:
-            hint = f"; {way}"
-        problems.append(f"{prefix}{name[:100]}: not a field{hint}")
+    unknown = {name for name in value.keys() - known - ignore if not where or value[name] is not None}
+    replaced: Mapping[str, str] = getattr(cls, "replaced", {})
+    problems.extend(f"{prefix}{name}: not a field; {replaced[name]}" for name in sorted(unknown & replaced.keys()))
+    if misspelt := unknown - replaced.keys():
+        problems.extend(f"{prefix}{line}" for line in unknown_names(misspelt, known | ignore, "not a field"))
     before = len(problems)
     for field in dataclasses.fields(cls):
         # Clients send null for fields that they do not set.
@@ -140,7 +156,7 @@ def _decode_value(hint: object, value: object, where: str, problems: list[str]) 
         # Prompts may have a million ids: a list of scalars of the right type is checked in one pass.
         if args[0] in (int, str) and all(type(item) is args[0] for item in value):
             return tuple(value)
-        return tuple(_decode_value(args[0], item, f"{where}[{n}]", problems) for n, item in enumerate(value))
+        return _decode_items(args[0], value, where, problems)
     if origin is _MAPPING:
         if isinstance(value, dict):
             return {key: _decode_value(args[1], item, f"{where}.{key}", problems) for key, item in value.items()}
@@ -150,6 +166,16 @@ def _decode_value(hint: object, value: object, where: str, problems: list[str]) 
         return _number(hint, value) if isinstance(value, (int, float)) else value
     problems.append(f"{where}: expected {_describe_type(hint)}, got {_format_value(value)}")
     return None
+
+
+def _decode_items(hint: object, values: Sequence[object], where: str, problems: list[str]) -> tuple[object, ...]:
+    """The items of a list; decoding stops where more of them are wrong than an error lists."""
+    items, most = [], len(problems) + MAX_PROBLEMS
+    for n, item in enumerate(values):
+        items.append(_decode_value(hint, item, f"{where}[{n}]", problems))
+        if len(problems) > most:
+            break
+    return tuple(items)
 
 
 _MAPPING = get_origin(Mapping[str, object])
@@ -255,14 +281,43 @@ def _too_large() -> ApiError:
     return ApiError(413, message, reason="too_large")
 
 
-def parse_fields(raw: bytes) -> dict[str, object]:
+MAX_PROMPTS = 1024
+"""Prompts of one request."""
+MAX_CHOICES = 1024
+"""Choices of one request, over all of its prompts."""
+MAX_VALUES = 100_000
+"""Values of a body that are not numbers, and names."""
+
+
+def json_limits(reader: PromptReader) -> JsonLimits:
+    """The largest body: its numbers are the ids of prompts, and its longest string is a prompt.
+
+    Args:
+        reader: knows the context and the vocabulary.
+    """
+    return JsonLimits(
+        numbers=MAX_PROMPTS * reader.schedule.context + MAX_VALUES,
+        others=MAX_VALUES,
+        # JSON may write any character of one byte as `\\u0061`.
+        string_bytes=6 * reader.max_text_bytes,
+    )
+
+
+def parse_fields(raw: bytes, reader: PromptReader) -> dict[str, object]:
     """The fields of a body.
 
+    Args:
+        raw: the body.
+        reader: of the model, whose context bounds the body.
+
     Raises:
-        ApiError: the body is not a JSON object.
+        ApiError: the body is not a JSON object, or consists of more than any request needs.
     """
     try:
-        return parse_object(raw)
+        # The longest text depends on the vocabulary, which takes a moment to look through.
+        return parse_object(raw, json_limits(reader) if len(raw) > SMALL_BYTES else None)
+    except OutOfBoundsError as error:
+        raise invalid_request(f"the body: {error}", reason="too_large") from None
     except ProtocolError as error:
         raise invalid_request(str(error)) from None
 
@@ -326,26 +381,20 @@ def decode_request(
         body = decode(cls, {name: value for name, value in fields.items() if name in body_names})
     except ProtocolError as error:
         problems += error.problems
+    # Parameters and fields of the body are one level to a client, so a misspelt name may be close to either.
+    if unknown := rest.keys() - PARAMETERS:
+        problems += unknown_names(unknown, body_names | CONSTRAINT_NAMES | PARAMETERS, "not a field")
+        rest = {name: value for name, value in rest.items() if name not in unknown}
     constraint = parse_constraint(fields, problems)
     try:
         # `null` stands for the default, as in the body.
         params = parse_params({**defaults, **{k: v for k, v in rest.items() if v is not None}}, ignore=frozenset())
     except ParamsError as error:
-        # Parameters and fields of the body are one level to a client, so a misspelt name may be close to either.
-        problems += [_suggest_field(problem, body_names) for problem in error.problems]
+        problems += error.problems
     if problems or body is None or params is None:
         # All groups are parsed before the error is raised, so that a client learns of all problems at once.
         raise invalid_request(str(ProtocolError(problems)))
     return body, SamplingOptions(params=params, constraint=constraint)
-
-
-def _suggest_field(problem: str, body_names: frozenset[str]) -> str:
-    """Replaces the message for an unknown sampling parameter, which may be a misspelt field of the body."""
-    name, _, rest = problem.partition(": ")
-    if not rest.startswith("not a parameter"):
-        return problem
-    known = body_names | CONSTRAINT_NAMES | set(params_to_json(SamplingParams()))
-    return f"{name[:100]}: not a field{did_you_mean(name, sorted(known))}"
 
 
 def make_submission(prompt: PromptRequest, reader: PromptReader, *, where: str = "") -> Submission:
@@ -362,8 +411,7 @@ def make_submission(prompt: PromptRequest, reader: PromptReader, *, where: str =
     try:
         request = reader.request(prompt)
     except ValueError as error:
-        # The words of `Schedule.check` and `PromptReader.request`; their errors carry no other mark.
-        too_long = "context of" in str(error) or "pages of" in str(error)
+        too_long = isinstance(error, PromptTooLongError)
         code = "context_length_exceeded" if too_long else None
         # Clients that shorten their prompts, or try another model, recognize OpenAI's words.
         hint = f"; this model's maximum context length is {reader.schedule.context} tokens" if too_long else ""

@@ -6,6 +6,8 @@ and its request is cancelled, if the client disconnects, reads nothing for a whi
 """
 
 import asyncio
+import contextlib
+import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -23,10 +25,11 @@ from levanter.data import Tokenizer
 from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, SamplingParams
 from levanter.serving.engine_thread import Delivery, PromptScored, Submission, TokenDelta
-from levanter.serving.errors import JSON_ENCODER, ApiError, JsonResponse, failed_request
+from levanter.serving.errors import JSON_ENCODER, ApiError, JsonResponse, failed_request, invalid_request
+from levanter.serving.limits import RELEASE_BODY
 from levanter.serving.request_parsing import read_body
 from levanter.serving.request_schema import CONSTRAINT_NAMES
-from levanter.serving.service import PendingRequest, Service
+from levanter.serving.service import ClientWork, PendingRequest, Service
 
 
 class TokenStrings:
@@ -114,6 +117,14 @@ class PartialChoice:
         return "".join(delta.text for delta in self.deltas)
 
 
+OPENINGS = 32
+"""Choices whose first chunks are one write."""
+SHORT_RESPONSE = 256
+"""Tokens of a response, or of a prompt with log-probabilities, that are written on the event loop."""
+LONG_CHOICE = 4096
+"""Tokens of a choice whose log-probabilities take more than a few milliseconds to encode."""
+
+
 class ResponseBuilder(ABC):
     """Builds the response to a call from its results.
 
@@ -152,8 +163,8 @@ class ResponseBuilder(ABC):
     def complete(self, choice: PartialChoice) -> Mapping[str, Json]:
         """A finished choice of a response that is one object."""
 
-    async def whole(self) -> Mapping[str, Json]:
-        """The response as one object.
+    async def whole(self) -> bytes:
+        """The response as one object, encoded.
 
         Raises:
             ApiError: a choice failed.
@@ -162,8 +173,17 @@ class ResponseBuilder(ABC):
         async for deliveries in self.request.deliveries():
             for delivery in deliveries:
                 self._add(delivery)
-        choices: list[Json] = [dict(self.complete(choice)) for choice in self.choices.values()]
-        return {**self._head(self.whole_object), "choices": choices, "usage": self._usage}
+        # Prompts too, whose log-probabilities may be part of each choice.
+        values = self._tokens + sum(len(one.submitted.request.tokens) for one in self.choices.values())
+        if values <= SHORT_RESPONSE:
+            return self._encoded()
+        return await self.service.off_loop(ClientWork(call=self._encoded, client=self.request.client))
+
+    def _encoded(self) -> bytes:
+        """The response as one object; a choice at a time, because the encoder lets no other thread run meanwhile."""
+        head, tail = self._head(self.whole_object), {"usage": self._usage}
+        choices = ",".join(_encode(self.complete(choice), choice) for choice in self.choices.values())
+        return f'{JSON_ENCODER.encode(head)[:-1]},"choices":[{choices}],{JSON_ENCODER.encode(tail)[1:]}'.encode()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The response as events, `[DONE]` included; those of deliveries that arrive together are one write.
@@ -172,11 +192,14 @@ class ResponseBuilder(ABC):
             ApiError: a choice failed.
         """
         closed = False
-        for choice in self.choices.values():
-            # A choice whose prompt is scored is opened when the scores arrive, because its opening contains them.
-            if not choice.submitted.score:
-                for opening in self.opening(choice):
-                    yield self._chunk(opening)
+        # A choice whose prompt is scored is opened when the scores arrive, because its opening contains them.
+        opened = [choice for choice in self.choices.values() if not choice.submitted.score]
+        for start in range(0, len(opened), OPENINGS):
+            some = opened[start : start + OPENINGS]
+            if chunks := [self._chunk(body) for choice in some for body in self.opening(choice)]:
+                yield b"".join(chunks)
+            # Others have their turn.
+            await asyncio.sleep(0)
         async for deliveries in self.request.deliveries():
             chunks: list[bytes] = []
             for delivery in deliveries:
@@ -184,9 +207,10 @@ class ResponseBuilder(ABC):
                     # `_add` raises: what precedes the error is sent before.
                     yield b"".join(chunks)
                 for choice in self._add(delivery):
-                    scored = isinstance(delivery, PromptScored)
-                    for body in self.opening(choice) if scored else self.delta(choice, delivery):
-                        chunks.append(self._chunk(body))
+                    if isinstance(delivery, PromptScored):
+                        chunks += await self._scored_opening(choice)
+                    else:
+                        chunks += [self._chunk(body) for body in self.delta(choice, delivery)]
             # The end goes out with the last tokens, in one write.
             if closed := self.request.over:
                 chunks.append(self._closing)
@@ -195,6 +219,17 @@ class ResponseBuilder(ABC):
         # A request for no tokens has no deliveries at all.
         if not closed:
             yield self._closing
+
+    async def _scored_opening(self, choice: PartialChoice) -> list[bytes]:
+        """The chunks of a choice before its first token, with the log-probabilities of its prompt."""
+
+        def chunks() -> list[bytes]:
+            before, after = self._around
+            return [before + _encode(body, choice).encode() + after for body in self.opening(choice)]
+
+        if len(choice.submitted.request.tokens) <= SHORT_RESPONSE:
+            return chunks()
+        return await self.service.off_loop(ClientWork(call=chunks, client=self.request.client))
 
     @property
     def _closing(self) -> bytes:
@@ -205,7 +240,9 @@ class ResponseBuilder(ABC):
     def _add(self, delivery: Delivery) -> Sequence[PartialChoice]:
         """Adds a result to its choices, and returns these."""
         if delivery.error is not None:
-            # The request was admitted, so the failure is the server's: status 500, or an event in a stream.
+            # An event in a stream, as its status is sent.
+            if isinstance(delivery, TokenDelta) and delivery.is_invalid:
+                raise invalid_request(delivery.error, code="constraint_failed", reason=None)
             raise failed_request(delivery.error)
         if isinstance(delivery, TokenDelta):
             choice = self.choices[delivery.of]
@@ -249,6 +286,14 @@ class ResponseBuilder(ABC):
         before, mark, after = sse_event({**self._head(self.chunk_object), "choices": [0], **usage}).rpartition(b"[0]")
         assert mark, "a chunk has choices"
         return before + b"[", b"]" + after
+
+
+def _encode(value: Mapping[str, Json], choice: PartialChoice) -> str:
+    """A choice as JSON."""
+    if len(choice.deltas) + len(choice.submitted.request.tokens) <= LONG_CHOICE:
+        return JSON_ENCODER.encode(value)
+    # In Python, ten times as slow: a thread that encodes in C does not let others run before it is done.
+    return "".join(JSON_ENCODER.iterencode(value))
 
 
 def is_visible(delta: TokenDelta) -> bool:
@@ -312,13 +357,13 @@ class JsonReply(Reply):
         id: id of the response.
     """
 
-    def __init__(self, pending: PendingRequest, body: Callable[[], Awaitable[Mapping[str, Json]]], *, id: str):
+    def __init__(self, pending: PendingRequest, body: Callable[[], Awaitable[bytes]], *, id: str):
         super().__init__(pending, id=id)
         self._body = body
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = JsonResponse(await self._body(), headers=self._id_header)
+            answer = Response(await self._body(), headers=self._id_header, media_type=JsonResponse.media_type)
         except ApiError as error:
             # The error of an admitted request has the id too, as its response would.
             answer = JsonResponse(error.body, status=error.status, headers={**error.headers, **self._id_header})
@@ -401,6 +446,7 @@ def _body_chunk(body: bytes) -> Message:
 
 
 C = TypeVar("C", bound=ParsedCall)
+R = TypeVar("R")
 SHORT_BODY = 2048
 """Size of a body that is parsed on the event loop: passing it to another thread would take longer, because that thread
 competes for the interpreter, and all streams wait meanwhile."""
@@ -412,10 +458,69 @@ def is_cheap_to_parse(raw: bytes) -> bool:
     A field name may be written with escapes, so a body with escapes is not cheap.
     """
     # A search in bytes, which may find a name in a prompt: then the body is parsed in a thread, which is only slower.
-    return len(raw) <= SHORT_BODY and b"\\u" not in raw and not any(name in raw for name in _EXPENSIVE_FIELDS)
+    # Lists of prompts are short, and each prompt is a request of its own.
+    is_small = len(raw) <= SHORT_BODY and raw.count(b"[") <= CHEAP_LISTS
+    return is_small and b"\\u" not in raw and not any(name in raw for name in _EXPENSIVE_FIELDS)
 
 
-_EXPENSIVE_FIELDS = tuple(name.encode() for name in CONSTRAINT_NAMES)
+CHEAP_LISTS = 16
+"""Lists in a body that is parsed on the event loop."""
+
+
+_EXPENSIVE_FIELDS = (*(name.encode() for name in CONSTRAINT_NAMES), b"tool_choice")
+
+
+SHORT_WORK_BYTES = 1 << 16
+"""Size of a body that is read in some ten milliseconds, if it has no constraint."""
+
+
+def client_address(request: Request) -> str:
+    """The address that a request is from; "" if it has none, as on a Unix socket."""
+    return request.client.host if request.client else ""
+
+
+async def parse_off_loop(request: Request, raw: bytes, parse: Callable[[], R]) -> R:
+    """The result of parsing a body in a thread; the body is dropped if its client leaves before its turn.
+
+    Raises:
+        ApiError: of `parse`; or the client has left.
+    """
+    service: Service = request.app.state.service
+    is_large = len(raw) > LARGE_BYTES
+    is_short = len(raw) <= SHORT_WORK_BYTES and not any(name in raw for name in _EXPENSIVE_FIELDS)
+    # The port tells connections of one address apart, each of which sends one request at a time.
+    client = (client_address(request), str(request.client.port if request.client else ""))
+    task = (lambda: _then_trim(parse)) if is_large else parse
+    work = asyncio.ensure_future(service.off_loop(ClientWork(call=task, client=client, is_short=is_short)))
+    gone = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise invalid_request("the client disconnected before its request was read")
+        return work.result()
+    finally:
+        # After this the bytes of the body do not count against the limit on all bodies.
+        request.scope.get(RELEASE_BODY, lambda: None)()
+        work.cancel()
+        gone.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+LARGE_BYTES = 1 << 20
+"""Size of a body after which memory is returned to the system."""
+
+
+def _then_trim(parse: Callable[[], R]) -> R:
+    """Calls a function, and gives the memory that is free afterwards back to the system.
+
+    The C library keeps what was freed in the middle of its heap: a server grew by a fifth with a few large bodies.
+    """
+    try:
+        return parse()
+    finally:
+        # glibc's; other libraries do not have it, or return memory by themselves.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 async def respond(
@@ -443,9 +548,10 @@ async def respond(
     if on_loop is not None and on_loop(raw):
         call = parse(raw, service)
     else:
-        call = await service.off_loop(lambda: parse(raw, service))
+        call = await parse_off_loop(request, raw, lambda: parse(raw, service))
     # Nothing is awaited between this call and the reply, so a client that disconnects cannot leave a request running.
-    pending = service.submit(call.submitted, route=path, streamed=call.stream)
+    client = (client_address(request), call.id)
+    pending = service.submit(call.submitted, route=path, streamed=call.stream, client=client)
     # From here on the `Reply` owns the pending request and closes it.
     answer = build(call, pending, service, request.app.state.texts)
     if call.stream:

@@ -31,6 +31,8 @@ from levanter.serving.service import Service
 
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 """The response to a connection beyond the limit."""
+CONNECTION_LOGGER = logging.getLogger("uvicorn.error.connection")
+CONNECTION_LOGGER.setLevel(logging.ERROR)
 END_OF_HEAD = re.compile(rb"\n\r?\n")
 MAX_HEAD_BYTES = 1 << 14
 """Size limit of a request's head."""
@@ -65,6 +67,32 @@ def max_connections(configured: int) -> int:
     return max(1, min(configured, files - min(RESERVED_FILES, files // 2)))
 
 
+def framing_problem(head: bytes) -> str | None:
+    """Why it is ambiguous where the body of a request ends; None if it is not (RFC 9112, section 6).
+
+    Two programs that decide differently read different requests on one connection, so its bytes cannot be trusted.
+    What is wrong with a single length or encoding is left to h11, which refuses it.
+
+    Args:
+        head: the request line and the headers.
+    """
+    request_line, *lines = head.lstrip(b"\r\n").replace(b"\r\n", b"\n").split(b"\n")
+    # Such a line continues the one before it, which programs treat differently.
+    if any(line[:1] in (b" ", b"\t") for line in lines):
+        return "a header continues on a second line, which is not supported"
+    headers = [(name.strip().lower(), value) for name, _, value in (line.partition(b":") for line in lines)]
+    lengths = [value for name, value in headers if name == b"content-length"]
+    encodings = [value for name, value in headers if name == b"transfer-encoding"]
+    if lengths and encodings:
+        return "Content-Length and Transfer-Encoding: a request may have only one of them"
+    # h11 takes equal lengths for one.
+    if len(lengths) > 1 or any(b"," in value for value in lengths):
+        return "Content-Length: a request may have only one"
+    if encodings and not request_line.rstrip().endswith(b"HTTP/1.1"):
+        return "Transfer-Encoding: only in HTTP/1.1"
+    return None
+
+
 class BoundedConnection(H11Protocol):
     """A connection that is closed if its client is too slow, or if it is idle and others need its place.
 
@@ -81,6 +109,8 @@ class BoundedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for a head, after closing an idle connection if there are too many."""
+        # Warnings are about what clients send, as often as they like; errors of the application are logged.
+        self.logger = CONNECTION_LOGGER
         # uvicorn first: it sets `transport` and `loop`, which the timers need.
         super().connection_made(transport)
         # uvicorn has added this connection to the set already.
@@ -109,17 +139,26 @@ class BoundedConnection(H11Protocol):
             self._await_head(self.limits.header_seconds)
 
     def handle_events(self) -> None:
-        """Parses what has arrived, if the head is not too long.
+        """Parses what has arrived, if the head is not too long and says in one way where the body ends.
 
         h11 limits a head that is incomplete, and parses any that is complete: 20,000 short lines in one piece took
-        80 ms, during which no other connection is served.
+        80 ms, during which no other connection is served. It also accepts heads with two framings, and takes one.
         """
         if self.conn.their_state is h11.IDLE:
             received, _ = self.conn.trailing_data
-            if len(received) > MAX_HEAD_BYTES and END_OF_HEAD.search(received[:MAX_HEAD_BYTES]) is None:
-                self.send_400_response(f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes")
+            head = END_OF_HEAD.search(received[:MAX_HEAD_BYTES])
+            problem = None
+            if head is None and len(received) > MAX_HEAD_BYTES:
+                problem = f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes"
+            elif head is not None:
+                problem = framing_problem(received[: head.start()])
+            if problem is not None:
+                self.send_400_response(problem)
                 return
         super().handle_events()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Logs nothing: a client could fill the log with upgrades, which are answered as if they were not there."""
 
     def on_response_complete(self) -> None:
         """Waits for the next head."""

@@ -4,11 +4,12 @@ import asyncio
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from levanter.inference.engine import Engine
 from levanter.inference.programs import ScorePromptFn
@@ -45,7 +46,7 @@ MAX_DELIVERY_SECONDS = 1.0
 """How long the engine's thread waits until its results are sent. An event loop that blocks for longer does so for
 another reason."""
 PARSER_THREADS = 2
-"""Threads that parse and tokenize requests."""
+"""Threads that parse and tokenize large requests, and write large responses."""
 T = TypeVar("T")
 State: TypeAlias = Literal["starting", "ready", "draining", "ended"]
 
@@ -58,6 +59,7 @@ class PendingRequest:
         route: the path of its route.
         cancel: cancels an engine request by its id.
         streamed: whether the request is cut off if too much of its response is unread.
+        client: who it is from.
     """
 
     def __init__(
@@ -67,12 +69,16 @@ class PendingRequest:
         route: str,
         cancel: Callable[[str], None],
         streamed: bool,
+        client: tuple[str, ...] = (),
     ):
         self.submitted, self.route, self._cancel, self._streamed = tuple(submitted), route, cancel, streamed
-        self.began = time.monotonic()
+        self.began, self.client = time.monotonic(), client
         requests = [submission.request for submission in submitted]
         # Choices without an end, and prompts without scores: the request is over when both are empty.
         self._open = {ChoiceId(r.id, n) for r in requests if r.params.max_tokens != 0 for n in range(r.params.n)}
+        # By request, so that the end of one of many choices costs no look at the others.
+        self._open_of = Counter(of.request for of in self._open)
+        self._choices = {r.id: r.params.n for r in requests}
         self._unscored = {submission.request.id for submission in submitted if submission.score}
         # Results that have arrived and were not written to the client yet; only the event loop touches them.
         self._unread: deque[Delivery] = deque()
@@ -85,12 +91,16 @@ class PendingRequest:
     @property
     def requests(self) -> set[str]:
         """The ids of its engine requests that have open choices or an unscored prompt."""
-        return {of.request for of in self._open} | self._unscored
+        return {request for request in self._choices if self.waits_for(request)}
 
-    @property
-    def open(self) -> frozenset[ChoiceId]:
-        """Its choices that go on."""
-        return frozenset(self._open)
+    def waits_for(self, request: str) -> bool:
+        """Whether an engine request has open choices or an unscored prompt."""
+        return self._open_of[request] > 0 or request in self._unscored
+
+    def open_choices(self, request: str) -> list[ChoiceId]:
+        """The choices of an engine request that go on."""
+        choices = (ChoiceId(request, n) for n in range(self._choices.get(request, 0)))
+        return [of for of in choices if of in self._open]
 
     @property
     def over(self) -> bool:
@@ -103,9 +113,11 @@ class PendingRequest:
             self._unscored.discard(delivery.request)
             if delivery.error is not None:
                 # A prompt without scores fails its choices too: they are never submitted.
-                self._open = {of for of in self._open if of.request != delivery.request}
-        elif delivery.last:
+                self._open.difference_update(self.open_choices(delivery.request))
+                self._open_of[delivery.request] = 0
+        elif delivery.last and delivery.of in self._open:
             self._open.discard(delivery.of)
+            self._open_of[delivery.of.request] -= 1
         self._unread.append(delivery)
         self._unread_bytes += delivery.size
         # A response that is one object keeps everything until its end anyway, so the limit is for streams.
@@ -129,6 +141,98 @@ class PendingRequest:
         """Cancels what has not arrived."""
         for request in self.requests:
             self._cancel(request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientWork(Generic[T]):
+    """A function that is called in a thread for a client.
+
+    Attributes:
+        call: the function.
+        client: who it is for; see `Request.client`.
+        is_short: whether it takes some ten milliseconds at most.
+    """
+
+    call: Callable[[], T]
+    client: tuple[str, ...]
+    is_short: bool = False
+
+    def __call__(self) -> T:
+        """Calls the function."""
+        return self.call()
+
+
+_Work: TypeAlias = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+
+
+class WorkQueue:
+    """Runs functions in a few threads; those of different clients take turns.
+
+    Work that waits is dropped if its task is cancelled; work that runs goes on to its end. All methods are called on
+    the event loop.
+
+    Args:
+        threads: number of threads.
+        name: prefix of their names.
+    """
+
+    def __init__(self, threads: int, *, name: str):
+        self._threads, self._executor = threads, ThreadPoolExecutor(threads, thread_name_prefix=name)
+        # Group of clients → client → its work in order; the next in turn stands first.
+        self._waiting: dict[tuple[str, ...], dict[tuple[str, ...], deque[_Work]]] = {}
+        self._running: Counter[tuple[str, ...]] = Counter()
+
+    async def run(self, work: Callable[[], T], client: tuple[str, ...] = ()) -> T:
+        """The result of a function that runs in a thread."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        clients = self._waiting.setdefault(client[:1], {})
+        clients.setdefault(client, deque()).append((work, future))
+        self._start()
+        return await future
+
+    def close(self) -> None:
+        """Starts no more work."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for clients in self._waiting.values():
+            for waiting in clients.values():
+                for _, future in waiting:
+                    future.cancel()
+        self._waiting.clear()
+
+    def _start(self) -> None:
+        """Gives work to threads that have none."""
+        while self._waiting and self._running.total() < self._threads:
+            # The group for which the fewest threads work; of equals, the one whose turn is the longest ago.
+            group = min(self._waiting, key=self._running.__getitem__)
+            clients = self._waiting.pop(group)
+            client = next(iter(clients))
+            waiting = clients.pop(client)
+            work, future = waiting.popleft()
+            if waiting:
+                clients[client] = waiting
+            if clients:
+                self._waiting[group] = clients
+            # Its client has left.
+            if future.cancelled():
+                continue
+            self._running[group] += 1
+            started = asyncio.get_running_loop().run_in_executor(self._executor, work)
+            started.add_done_callback(lambda done, future=future, group=group: self._end(done, future, group))
+
+    def _end(self, done: "asyncio.Future[Any]", future: "asyncio.Future[Any]", group: tuple[str, ...]) -> None:
+        self._running[group] -= 1
+        if not self._running[group]:
+            del self._running[group]
+        error = None if done.cancelled() else done.exception()
+        # Whoever waited for it may have left meanwhile.
+        if not future.done():
+            if done.cancelled():
+                future.cancel()
+            elif error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+        self._start()
 
 
 def _draining_error() -> ApiError:
@@ -170,7 +274,9 @@ class Service:
         self._pending: dict[str, PendingRequest] = {}
         """Engine request id → the HTTP request that waits for it."""
         # Few threads: they compete with the event loop and the engine's thread for the interpreter.
-        self._parsers = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parsing")
+        self._long_work = WorkQueue(PARSER_THREADS, name="parsing")
+        # What is short does not wait for what is long, whoever it is from.
+        self._short_work = WorkQueue(1, name="short-parsing")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sent = threading.Event()
         self._quiet = asyncio.Event()
@@ -217,19 +323,33 @@ class Service:
             self._inbox.close()
             # The thread may be in a step whose results it delivers to this loop: joining it here would be a deadlock.
             await asyncio.to_thread(self._engine_thread.join)
-            self._parsers.shutdown(wait=False, cancel_futures=True)
+            self._long_work.close()
+            self._short_work.close()
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Runs a function in a thread, because it would block the event loop for too long."""
-        return await asyncio.get_running_loop().run_in_executor(self._parsers, work)
+        """Runs a function in a thread, because it would block the event loop for too long.
+
+        Args:
+            work: the function; a `ClientWork` says who it is for, and different clients take turns.
+        """
+        client, is_short = (work.client, work.is_short) if isinstance(work, ClientWork) else ((), False)
+        return await (self._short_work if is_short else self._long_work).run(work, client)
 
     def observe(self, event: ServerEvent) -> None:
         """Passes an event to the observers."""
         for observer in self.observers:
             observer(event)
 
-    def submit(self, submitted: Sequence[Submission], *, route: str, streamed: bool) -> PendingRequest:
+    def submit(
+        self, submitted: Sequence[Submission], *, route: str, streamed: bool, client: tuple[str, ...] = ()
+    ) -> PendingRequest:
         """Puts requests into the queue, all of them or none.
+
+        Args:
+            submitted: the requests.
+            route: the path of their route.
+            streamed: whether the response is streamed.
+            client: who they are from; see `Request.client`.
 
         Raises:
             ApiError: the queue is full (429), or the server is shutting down (503).
@@ -239,10 +359,16 @@ class Service:
             raise _draining_error()
         # Registered below only after the queue has accepted it. Results cannot arrive in between, as they are routed on
         # this loop.
-        pending = PendingRequest(submitted, route=route, cancel=self._cancel, streamed=streamed)
+        pending = PendingRequest(submitted, route=route, cancel=self._cancel, streamed=streamed, client=client)
         try:
             # A request for no tokens and no scores is complete already: its response is its prompt.
-            self._inbox.submit([submission for submission in submitted if submission.request.id in pending.requests])
+            self._inbox.submit(
+                [
+                    replace(submission, request=replace(submission.request, client=client))
+                    for submission in submitted
+                    if pending.waits_for(submission.request.id)
+                ]
+            )
         except InboxClosedError:
             # The engine ended between the check above and this call.
             raise _draining_error() from None
@@ -253,7 +379,7 @@ class Service:
             ) from None
         for submission in submitted:
             request = submission.request
-            if request.id in pending.requests:
+            if pending.waits_for(request.id):
                 self._pending[request.id] = pending
             self.observe(
                 RequestAdmitted(
@@ -283,7 +409,7 @@ class Service:
         # The client is gone, so its choices end here at once; the engine's results for them find no request and are
         # dropped.
         self._inbox.post(Cancel(request=request))
-        for of in [of for of in pending.open if of.request == request]:
+        for of in pending.open_choices(request):
             self._end(pending, of, "cancelled", time.monotonic())
         self._forget(request)
 
@@ -310,7 +436,8 @@ class Service:
         # A set: one HTTP request may wait for several engine requests.
         for pending in set(self._pending.values()):
             # The engine's thread may be blocked in a call that never returns, so its results are made here.
-            deltas = [TokenDelta(of=of, error=message, at=now) for of in pending.open]
+            choices = [of for request in pending.requests for of in pending.open_choices(request)]
+            deltas = [TokenDelta(of=of, error=message, at=now) for of in choices]
             covered = {delta.of.request for delta in deltas}
             # A request whose prompt is being scored may have no open choice.
             unscored = pending.requests - covered
@@ -356,12 +483,12 @@ class Service:
             if isinstance(delivery, TokenDelta):
                 self._count(pending, delivery)
             elif delivery.error is not None:
-                for of in [of for of in pending.open if of.request == request]:
+                for of in pending.open_choices(request):
                     self._end(pending, of, "failed", delivery.at)
             # After the events, so that an observer has counted a token before its client can see it.
             pending.push(delivery)
-            # Most deliveries are tokens in the middle of a choice, which end nothing: they skip `pending.requests`.
-            if (not isinstance(delivery, TokenDelta) or delivery.last) and request not in pending.requests:
+            # Most deliveries are tokens in the middle of a choice, which end nothing.
+            if (not isinstance(delivery, TokenDelta) or delivery.last) and not pending.waits_for(request):
                 self._forget(request)
 
     def _forget(self, request: str) -> None:

@@ -7,11 +7,19 @@ from starlette.responses import Response
 
 from levanter.base.bounded_json import Json
 from levanter.compat.hf.tokenizer import FastTokenizer
+from levanter.inference.prompts import MIN_TEXT_BYTES
 from levanter.serving.chat import template_messages, template_variables
 from levanter.serving.errors import JsonResponse, invalid_request
-from levanter.serving.request_parsing import ProtocolError, check_model_name, decode, parse_fields, read_body
+from levanter.serving.request_parsing import (
+    MAX_PROMPTS,
+    ProtocolError,
+    check_model_name,
+    decode,
+    parse_fields,
+    read_body,
+)
 from levanter.serving.request_schema import DetokenizeBody, TokenizeBody, TokensBody
-from levanter.serving.responses import TokenStrings
+from levanter.serving.responses import TokenStrings, parse_off_loop
 from levanter.serving.service import Service
 
 
@@ -23,11 +31,13 @@ def tokenize_body(raw: bytes, service: Service, texts: TokenStrings) -> Mapping[
     """
     reader = service.reader
     try:
-        body = decode(TokenizeBody, fields := parse_fields(raw))
+        body = decode(TokenizeBody, fields := parse_fields(raw, reader))
         check_model_name(body.model, service.names)
         if (body.prompt is None) == (body.messages is None):
             raise ProtocolError(["prompt: expected one of `prompt` and `messages`"])
         if body.prompt is not None:
+            if len(body.prompt) > reader.max_text_bytes:
+                raise ProtocolError([f"prompt: at most {reader.max_text_bytes:,} characters, got {len(body.prompt):,}"])
             # The special tokens of a completion's prompt, so that its length is the one that is counted here.
             ids = (reader.encode_with_special_tokens if body.add_special_tokens else reader.encode)(body.prompt)
         else:
@@ -52,13 +62,17 @@ def detokenize_body(raw: bytes, service: Service) -> Mapping[str, Json]:
         ApiError: the body is invalid, or has an id that the model does not have.
     """
     try:
-        body = decode(DetokenizeBody, parse_fields(raw))
+        body = decode(DetokenizeBody, parse_fields(raw, service.reader))
         check_model_name(body.model, service.names)
         # The tokenizer may raise for other ids, or return any text.
-        size = service.reader.rules.vocab_size
-        wrong = [f"tokens[{n}]: id {id}" for n, id in enumerate(body.tokens) if not 0 <= id < size]
-        if wrong:
-            raise ProtocolError([f"{wrong[0]} is not one of the model's {size} ids (0 to {size - 1})"])
+        size, most = service.reader.rules.vocab_size, max(MIN_TEXT_BYTES, service.context)
+        if len(body.tokens) > most:
+            raise ProtocolError([f"tokens: at most {most:,}, got {len(body.tokens):,}"])
+        wrong = next((n for n, id in enumerate(body.tokens) if not 0 <= id < size), None)
+        if wrong is not None:
+            raise ProtocolError(
+                [f"tokens[{wrong}]: id {body.tokens[wrong]} is not one of the model's {size} ids (0 to {size - 1})"]
+            )
     except ValueError as error:
         raise invalid_request(str(error)) from None
     return {"prompt": service.reader.tokenizer.decode(body.tokens)}
@@ -71,8 +85,10 @@ def tokenize_conversations(raw: bytes, service: Service) -> Mapping[str, Json]:
         ApiError: the body is invalid, or the chat template rejects a conversation.
     """
     try:
-        body = decode(TokensBody, fields := parse_fields(raw))
+        body = decode(TokensBody, fields := parse_fields(raw, service.reader))
         check_model_name(body.model, service.names)
+        if len(body.message_list) > MAX_PROMPTS:
+            raise ProtocolError([f"message_list: at most {MAX_PROMPTS} conversations, got {len(body.message_list)}"])
         results: list[Json] = []
         conversations = fields["message_list"]
         assert isinstance(conversations, list), "decoded as a list"
@@ -89,21 +105,21 @@ async def tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
     raw, texts = await read_body(request), request.app.state.texts
     # A long text takes seconds to tokenize, which all streams would wait for.
-    return JsonResponse(await service.off_loop(lambda: tokenize_body(raw, service, texts)))
+    return JsonResponse(await parse_off_loop(request, raw, lambda: tokenize_body(raw, service, texts)))
 
 
 async def detokenize(request: Request) -> Response:
     """Answers `POST /detokenize`."""
     service: Service = request.app.state.service
     raw = await read_body(request)
-    return JsonResponse(await service.off_loop(lambda: detokenize_body(raw, service)))
+    return JsonResponse(await parse_off_loop(request, raw, lambda: detokenize_body(raw, service)))
 
 
 async def tokens(request: Request) -> Response:
     """Answers `POST /v1/tokens`."""
     service: Service = request.app.state.service
     raw = await read_body(request)
-    return JsonResponse(await service.off_loop(lambda: tokenize_conversations(raw, service)))
+    return JsonResponse(await parse_off_loop(request, raw, lambda: tokenize_conversations(raw, service)))
 
 
 async def tokenizer_info(request: Request) -> Response:

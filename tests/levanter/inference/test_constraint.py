@@ -4,11 +4,13 @@ import json
 import random
 import re
 import sys
+import time
 
 import numpy as np
 import pytest
 from helpers.small_byte_level import byte_level
 
+from levanter.inference import constraint as constraint_module
 from levanter.inference.constraint import ConstraintError, Constraints
 from levanter.inference.engine import expand_masks
 from levanter.inference.requests import ConstraintSpec
@@ -153,3 +155,49 @@ def test_without_llguidance_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConstraintError, match=r"need llguidance: pip install 'levanter\[constraint\]'"):
         Constraints(TOKENIZER.definition, vocab_size=PADDED, ends=[END]).start(ConstraintSpec(kind="json_object"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("regex", "a" * 9_000, "at most 8,192 characters, got 9,000"),
+        ("regex", "(a{1000}){1000}", "too many expressions"),
+        ("grammar", 'start: "a" |\n' * 10_000, "at most 65,536 characters"),
+        ("json_schema", json.dumps({"enum": [f"word {n}" for n in range(30_000)]}), "at most 262,144 characters"),
+        (
+            "json_schema",
+            json.dumps({"anyOf": [{"type": "object", "properties": {f"f{n}": {} for n in range(501)}}]}),
+            "at most 500 properties, got 501",
+        ),
+        ("json_schema", '{"$ref": "#"}', "no text conforms to it"),
+        ("json_schema", '{"enum": []}', "."),
+        ("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}', "."),
+    ],
+)
+def test_what_is_too_complex_or_fits_nothing_is_refused_at_once(constraints, kind, text, said):
+    began = time.thread_time()
+    with pytest.raises(ConstraintError, match=said) as caught:
+        constraints.start(ConstraintSpec(kind=kind, text=text))
+    # Seconds before, with the state of a library in the message.
+    assert time.thread_time() - began < 2.0
+    assert "<state>" not in str(caught.value) and "NoExtension" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_copies_are_texts_of_their_own(constraints):
+    first = constraints.start(ConstraintSpec(kind="regex", text="ab|cd"))
+    second = first.copy()
+    (a,), (c,) = ([i for i in range(END) if _bytes(i) == letter] for letter in (b"a", b"c"))
+    first.accept(a)
+    second.accept(c)
+    assert {_bytes(i) for i in allowed(first.mask())} == {b"b"}
+    assert {_bytes(i) for i in allowed(second.mask())} == {b"d"}
+
+
+def test_a_mask_that_takes_long_ends_its_text_alone(constraints, monkeypatch):
+    # The first mask is computed where nobody waits for it.
+    one = constraints.start(ConstraintSpec(kind="regex", text="x{3}"))
+    monkeypatch.setattr(constraint_module, "MASK_SECONDS", -1.0)
+    one.accept(next(i for i in range(END) if _bytes(i) == b"x"))
+    with pytest.raises(ConstraintError, match="too complex: a token takes more than"):
+        one.mask()

@@ -182,10 +182,30 @@ class Run:
 
     def check_order(self, plan, ran):
         """Who came first is admitted first, but for choices that wait for another one of their request."""
+        if self.clients:
+            self.check_fairness(plan)
+            return
         running = {row.id.request for row in plan.after.rows if row is not None}
         waiting = [row.order for row in plan.after.queue if row.id.request not in running]
         admitted = [row.order for row in plan.after.rows if row is not None and row.id not in ran]
         assert not waiting or not admitted or max(admitted) < min(waiting), "somebody was overtaken"
+
+    def check_fairness(self, plan):
+        """No client is at one row while another one has three and a choice of the first waits for nothing but a row."""
+        running = {row.id.request for row in plan.after.rows if row is not None}
+        shares = plan.after.shares()
+        full = all(row is not None for row in plan.after.rows)
+        waiting = [row for row in plan.after.queue if not row.due and row.id.request not in running]
+        if not (full and waiting) or self.schedule.shards > 1:
+            return
+        least = min(shares[row.request.client[:1]] for row in waiting)
+        # One row changes hands in a step, and the pages of one need not be enough for another.
+        if self.schedule.fixed and self.waited > 2 * self.schedule.rows:
+            assert max(shares[client] for client in shares if len(client) == 1) < least + 2
+        self.waited += 1
+
+    waited: int = 0
+    clients: bool = False
 
     def read(self):
         parts, produced = self.unread.popleft()
@@ -297,9 +317,12 @@ def traces(draw):
     return schedule, behind, events
 
 
-def play(trace):
+CLIENTS = (("a", "1"), ("a", "2"), ("b", "3"))
+
+
+def play(trace, *, clients=False):
     schedule, behind, events = trace
-    run = Run(schedule, {}, behind)
+    run = Run(schedule, {}, behind, clients=clients)
     offered = []
     for kind, what in events:
         if kind == "step":
@@ -311,6 +334,8 @@ def play(trace):
         else:
             id, tokens, copies, new, ends, penalty = what
             made = request(id, tokens, n=copies, max_tokens=new, **penalty)
+            if clients:
+                made = dataclasses.replace(made, client=CLIENTS[sum(tokens) % 3])
             before = run.state.queued_tokens
             try:
                 run.offer(made)
@@ -329,7 +354,7 @@ def play(trace):
                 run.lengths[one] = ends + c
                 run.limits[one] = made.new_tokens(schedule.context)
             assert run.state.queued_tokens <= max(schedule.max_queued_tokens, copies * len(tokens))
-    most = 50 + 4 * sum(schedule.context + run.limits[one] for one in offered) * (1 + behind)
+    most = (50 + 4 * sum(schedule.context + run.limits[one] for one in offered) * (1 + behind)) * (1 + 3 * clients)
     run.drain(most)
     assert run.finished == set(offered)
     assert run.lost == {one for one in run.lost if POISON in run.prompts[one.request]}
@@ -346,11 +371,18 @@ def test_traces(trace):
     play(trace)
 
 
+@settings(max_examples=40)
+@given(traces())
+def test_traces_of_several_clients(trace):
+    """The same where rows change hands between clients: nobody starves, and every text stays the same."""
+    play(trace, clients=True)
+
+
 @pytest.mark.slow
 @settings(max_examples=2000)
-@given(traces())
-def test_many_traces(trace):
-    play(trace)
+@given(traces(), st.booleans())
+def test_many_traces(trace, clients):
+    play(trace, clients=clients)
 
 
 def small(**changes):
@@ -646,3 +678,67 @@ def test_a_changed_value_is_what_dataclasses_would_make():
     assert row.generated == (7,), "what is changed stays what it is"
     with pytest.raises(AssertionError, match=r"SequenceState has none of \['mde'\]"):
         replace_fields(row, mde=())
+
+
+def from_client(made, *client):
+    return dataclasses.replace(made, client=client)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("address", ["many", "few"])
+def test_a_client_with_many_choices_gives_up_rows(address, fixed):
+    """One request with a choice for every row, and another that comes later: from the same address, or another."""
+    schedule = small(pages=32, fixed=fixed)
+    run = started(schedule, from_client(request("many", [1, 2, 3], n=12, max_tokens=20), "many", "1"))
+    run.clients = True
+    for _ in range(6):
+        run.step()
+    assert [row.id.request for row in run.state.rows] == ["many"] * 4
+    for n, prompt in enumerate([[4, 5], [6], [7, 8, 9]]):
+        few = from_client(request(f"few{n}", prompt, max_tokens=20), address, f"few{n}")
+        run.offer(few)
+        run.lengths[ChoiceId(few.id, 0)], run.limits[ChoiceId(few.id, 0)] = 99, 20
+    for _ in range(3):
+        run.step()
+    rows = [row.id.request for row in run.state.rows]
+    # Every request has a row within a few steps: by address, the two have half of the rows each.
+    expected = 2 if address == "few" else 1
+    assert rows.count("many") == expected and len(set(rows)) == 1 + (4 - expected)
+    oldest = min((row for row in run.state.rows), key=lambda row: row.order)
+    assert oldest.id == ChoiceId("many", 0), "the oldest was preempted"
+    run.drain(400)
+    assert len(run.finished) == 15
+
+
+def test_rows_do_not_change_hands_for_ever():
+    """Clients with equal shares, or one more, keep their rows."""
+    schedule = small(pages=32)
+    run = started(
+        schedule, *(from_client(request(f"r{n}", [n + 1, 2], max_tokens=20), f"c{n % 3}", str(n)) for n in range(9))
+    )
+    run.clients = True
+    for _ in range(15):
+        run.step()
+    assert run.preempted == 0
+
+
+def test_pages_are_taken_from_the_client_with_most_rows():
+    """A client with one row keeps its pages, although it is the youngest."""
+    schedule = small(pages=9, share_prefixes=False)
+    many = from_client(request("many", [1, 2, 3, 4], n=3, max_tokens=16), "many", "1")
+    run = started(schedule, many)
+    run.clients = True
+    for _ in range(4):
+        run.step()
+    few = from_client(request("few", [5, 6, 7], max_tokens=12), "few", "2")
+    run.offer(few)
+    run.lengths[ChoiceId("few", 0)], run.limits[ChoiceId("few", 0)] = 99, 12
+    preempted = set()
+    for _ in range(40):
+        plan = run.step()
+        preempted |= {one.request for one in plan.preempted}
+        if ChoiceId("few", 0) in run.finished:
+            break
+    assert preempted == {"many"}
+    run.drain(400)
+    assert len(run.finished) == 4

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import socket
 import threading
 
@@ -252,3 +253,69 @@ def test_open_files_bound_connections(monkeypatch):
     assert max_connections(100) == 100
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert max_connections(4096) == 4096
+
+
+FRAMINGS = [
+    ("Content-Length: 5", "Transfer-Encoding: chunked"),
+    ("Transfer-Encoding: chunked", "Content-Length: 5"),
+    ("Content-Length: 5", "Content-Length: 5"),
+    ("Content-Length: 5", "content-length : 5"),
+    ("Content-Length: 5, 5",),
+    ("Content-Length: 5, 6",),
+    ("Content-Length: +5",),
+    ("Content-Length: 0x5",),
+    ("Content-Length: 5 5",),
+    ("Content-Length:",),
+    ("Content-Length: 5", "X: y", "\tfolded"),
+    ("Transfer-Encoding:", " chunked"),
+    ("Transfer-Encoding: gzip, chunked",),
+    ("Transfer-Encoding: chunked, gzip",),
+    ("Transfer-Encoding: identity",),
+    ("Transfer-Encoding: chunked, chunked",),
+    ("Transfer-Encoding: chunked", "Transfer-Encoding: chunked"),
+    ("Transfer-Encoding: xchunked",),
+    ("Transfer-Encoding : chunked",),
+    ("Transfer-Encoding: \x0bchunked",),
+]
+"""Headers that two programs may read as different lengths of one body (RFC 9112, section 6)."""
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("line_end", ["\r\n", "\n"])
+def test_ambiguous_framing_ends_the_connection(connect, version, line_end):
+    """A second request behind it on the same connection, which one of the readings contains, is not answered."""
+    with served() as port:
+        for headers in [*FRAMINGS, *([("Transfer-Encoding: chunked",)] if version == "1.0" else [])]:
+            client, said = connect(port), b""
+            lines = (f"POST /v1/completions HTTP/{version}", "Host: a", "Connection: keep-alive", *headers, "")
+            head = line_end.join((*lines, "")).encode("latin-1")
+            with contextlib.suppress(ConnectionError):
+                client.sendall(head + b"5\r\nhello\r\n0\r\n\r\nGET /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n")
+                while part := client.recv(65536):
+                    said += part
+            assert said.startswith(b"HTTP/1.1 400 ") and said.count(b"HTTP/1.1 ") == 1, (headers, said)
+            assert b"connection: close" in said.lower(), headers
+        assert is_answered(port)
+
+
+@pytest.mark.parametrize("headers", [("Content-Length: 5",), ("Transfer-Encoding: Chunked", "X: a, b")])
+def test_one_framing_keeps_the_connection(connect, headers):
+    with served() as port:
+        client, said = connect(port), b""
+        body = b"5\r\nhello\r\n0\r\n\r\n" if headers[0].startswith("T") else b"hello"
+        request = "\r\n".join(("POST / HTTP/1.1", "Host: a", *headers, "", "")).encode() + body
+        client.sendall(request * 2)
+        while said.count(b"\r\n\r\n5") < 2 and (part := client.recv(65536)):
+            said += part
+        assert said.count(b"HTTP/1.1 200") == 2
+
+
+def test_what_clients_send_does_not_fill_the_log(connect, caplog):
+    upgrade = b"GET /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
+    with served() as port, caplog.at_level(logging.INFO):
+        for sent in (upgrade, b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
+            client = connect(port)
+            client.sendall(sent)
+            assert ended(client)
+    assert [record for record in caplog.records if record.name.startswith("uvicorn.error.connection")] == []
+    assert "upgrade" not in caplog.text.lower() and "Invalid HTTP" not in caplog.text

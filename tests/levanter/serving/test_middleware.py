@@ -117,3 +117,25 @@ def test_nothing_shows_a_key(caplog: pytest.LogCaptureFixture):
     assert KEY not in caplog.text and "wrong-but-secret" not in caplog.text
     assert KEY not in repr(key) and key.digest.hex() not in repr(key)
     assert b"wrong-but-secret" not in ask(door(), headers={"Authorization": "Bearer wrong-but-secret"}).body
+
+
+SECRETS = ["sk-live_51HxYb0aTq9LmZ", "sk-proj/abc.def+GHI==", "Zm9vYmFyYmF6cXV4", "hunter2hunter2hunter2", "a" * 300]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("prefix", ["", "env:", "./"])
+def test_a_key_in_place_of_its_file_is_not_shown(secret, prefix):
+    """Somebody writes the key itself where the name of its file or variable belongs: the log must not have it."""
+    with pytest.raises(ApiKeyError) as raised:
+        read_key(f"{prefix}{secret}", {})
+    shown = f"{raised.value}{raised.value.__cause__ or ''}"
+    assert secret not in shown and secret[:8] not in shown
+    assert "api_key" in shown
+
+
+def test_the_route_of_a_rejected_request_is_not_what_its_client_wrote():
+    seen: list[RequestRejected] = []
+    app = door(observe=seen.append)
+    for path in ("/v1/completions", "/v1/models/" + "x" * 50, "/" + "y" * 5000):
+        assert ask(app, path).status == 401
+    assert [one.route for one in seen] == ["/v1/completions", "other", "other"]

@@ -38,7 +38,7 @@ from levanter.io import Output
 from levanter.io.package_version import version
 from levanter.runplan import OK, Check, EntryPoint, RunPlan, Session, Target
 from levanter.serving import NOT_INSTALLED, is_installed
-from levanter.serving.api_key import ApiKeyError, read_key
+from levanter.serving.api_key import ApiKeyError, read_key, shown_source
 
 if TYPE_CHECKING:
     from levanter.serving.app import Application
@@ -167,8 +167,17 @@ def _key_checks(config: ServeConfig) -> list[Check]:
 def _who(config: ServeConfig) -> str:
     """Which requests the server accepts."""
     if config.api_key is not None:
-        return f"to requests with the key in {config.api_key}"
+        return f"to requests with the key in {_key_source(config.api_key)}"
     return "to this machine" if config.is_local else "to everyone who reaches it (insecure)"
+
+
+def _key_source(where: str) -> str:
+    """The file or variable of a key; what may be the key itself is not shown."""
+    try:
+        read_key(where)
+    except ApiKeyError:
+        return shown_source(where)
+    return where
 
 
 def model_names(work: ServeWork) -> tuple[str, ...]:
@@ -230,6 +239,8 @@ def warm(ready: LoadedEngine, schedule: Schedule) -> None:
     for bucket in programs.prefill:
         rows.prefill(bucket, (), tables, no_requests)
     rows.decode((), tables, no_requests)
+    if ready.engine.constraints is not None:
+        ready.engine.constraints.load_vocabulary()
     for tokens in programs.score:
         assert ready.score is not None
         # Scoring needs a sequence: zeros of the full length of the Program.
