@@ -47,8 +47,8 @@ class SmallTokenizer:
         pieces = [WORDS[i - FIRST_WORD].encode() if i >= FIRST_WORD else bytes([i - 3]) for i in ids if i >= 3]
         return b"".join(pieces).decode(errors="replace")
 
-    def stream(self) -> TextStream:
-        return WindowStream(self.decode)
+    def stream(self, context: Sequence[int] = (), *, special: bool = False) -> TextStream:
+        return WindowStream(self.decode, context=context)
 
     @property
     def hash(self) -> str:

@@ -2,7 +2,7 @@
 
 Single tokens cannot be decoded on their own: a character may be cut into several tokens, and the first token of a text
 may lose a space that it has elsewhere. So the window begins with ids that were given before, and the new text is what
-the text of the window has in addition.
+the text of the window has in addition. A text that continues a prompt has the prompt's last ids as such context.
 
 Text is given only when no later id can change it. The replacement character at the end of a text may be the first bytes
 of a character. Where a vocabulary has tokens for single bytes, a run of them is text as a whole or not at all (that is
@@ -16,6 +16,10 @@ REPLACEMENT = "\ufffd"
 """What decoders write for bytes that are not (yet) a character."""
 
 
+_CONTEXT_IDS = 32
+"""Ids of a prompt that are decoded with a text: more than any character or rule of a decoder spans."""
+
+
 class WindowStream:
     """Implements `TextStream` over a function that decodes several ids together.
 
@@ -23,6 +27,7 @@ class WindowStream:
         decode: from ids to their text.
         skipped: ids that have no text.
         byte_ids: ids of single bytes, which are text only together with those around them.
+        context: ids before the text, which it continues; empty where the text begins.
     """
 
     def __init__(
@@ -31,14 +36,24 @@ class WindowStream:
         *,
         skipped: Collection[int] = (),
         byte_ids: Collection[int] = (),
+        context: Sequence[int] = (),
     ):
         self._decode = decode
         self._skipped, self._byte_ids = skipped, byte_ids
-        self._window: list[int] = []
-        self._context = 0
+        self._window = self._end_of(context)
+        self._context = len(self._window)
         """The number of ids at the beginning of the window whose text was given before: they only give context."""
-        self._emitted = ""
+        # A character that the context begins belongs to the text, which completes it.
+        self._emitted = decode(self._window).rstrip(REPLACEMENT) if self._window else ""
         """The part of the window's text that has been given."""
+
+    def _end_of(self, context: Sequence[int]) -> list[int]:
+        """The last ids of the context, which does not begin within a run of bytes."""
+        ids = [i for i in context if i not in self._skipped]
+        first = max(0, len(ids) - _CONTEXT_IDS)
+        while first > 0 and ids[first] in self._byte_ids:
+            first -= 1
+        return ids[first:]
 
     def push(self, id: int) -> str:
         """The text that one more id completes; nothing where a later one may still change it."""

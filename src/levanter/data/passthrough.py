@@ -52,9 +52,10 @@ class PassthroughTokenizer:
         """The ids in decimal digits, separated by spaces."""
         return " ".join(str(int(i)) for i in ids)
 
-    def stream(self) -> TextStream:
+    def stream(self, context: Sequence[int] = (), *, special: bool = False) -> TextStream:
         """A stream of numbers, as text."""
-        return WindowStream(self.decode)
+        del special
+        return WindowStream(self.decode, context=context)
 
     @property
     def hash(self) -> str:

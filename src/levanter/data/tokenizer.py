@@ -114,8 +114,13 @@ class Tokenizer(Protocol):
         """The text of a sequence of ids."""
         ...
 
-    def stream(self) -> TextStream:
-        """A new stream, which decodes ids one by one, without special tokens."""
+    def stream(self, context: Sequence[int] = (), *, special: bool = False) -> TextStream:
+        """A new stream, which decodes ids one by one.
+
+        Args:
+            context: the ids of a prompt that the text continues; empty where the text begins.
+            special: whether special tokens are part of the text.
+        """
         ...
 
     @property

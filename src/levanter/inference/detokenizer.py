@@ -5,7 +5,7 @@ is kept back until that is known, so that sent text is never retracted. Of sever
 first counts, and of those that end together the longest: the result does not depend on how the text is cut into pieces.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from levanter.data.tokenizer import TextStream
@@ -94,10 +94,10 @@ class ChoiceText:
         self._reason: FinishReason | None = None
 
     @staticmethod
-    def for_request(request: Request, stream: TextStream, *, limit: int) -> "ChoiceText":
-        """The text of a request's choice, which may have `limit` tokens."""
+    def for_request(request: Request, stream: Callable[[Sequence[int]], TextStream], *, limit: int) -> "ChoiceText":
+        """The text of a request's choice, which may have `limit` tokens; `stream` makes a stream after some ids."""
         return ChoiceText(
-            stream,
+            stream(request.continued),
             stops=request.params.stop,
             stop_ids=request.stop_ids,
             limit=limit,

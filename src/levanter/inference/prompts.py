@@ -191,6 +191,7 @@ def engine_request(
         seed=derive_seed(seed, prompt.id) if seed_given is None else seed_given,
         stop_ids=stop_ids,
         constraint=prompt.constraint,
+        continued=() if prompt.prompt is None else tokens,
     )
 
 

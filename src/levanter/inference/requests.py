@@ -418,6 +418,8 @@ class Request:
         compiled: the constraint, compiled; None where the engine has to compile it. Each choice gets a copy.
         client: who it is from, from the outermost group inwards (an address, a call of it). Rows are shared evenly
             among groups, and within a group among those inside it. Requests of one client are served in order.
+        continued: the ids whose text the choices continue: those of a prompt that is a text, and none of a
+            conversation, whose answer begins a text.
     """
 
     id: str
@@ -428,6 +430,7 @@ class Request:
     constraint: ConstraintSpec | None = None
     compiled: TextConstraint | None = field(default=None, compare=False, repr=False)
     client: tuple[str, ...] = ()
+    continued: tuple[int, ...] = ()
 
     def new_tokens(self, context: int) -> int:
         """Maximum number of tokens of a choice, for this context length."""

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from levanter.base.bounded_json import Json
+from levanter.data.incremental_detokenizer import REPLACEMENT
 from levanter.inference.prompts import PromptRequest
 from levanter.inference.requests import params_to_json
 from levanter.serving.engine_thread import TokenDelta
@@ -105,7 +106,7 @@ class CompletionBuilder(ResponseBuilder):
     def _choice(self, choice: PartialChoice, deltas: Sequence[TokenDelta], *, begins: bool) -> Mapping[str, Json]:
         params, last = self.call.params, deltas[-1] if deltas else None
         begins = begins and params.echo
-        prompt = self.service.reader.tokenizer.decode(choice.submitted.request.tokens) if begins else ""
+        prompt = self._prompt_text(choice) if begins else ""
         # A request for no tokens has no deltas, and only its prompt.
         reason = "length" if params.max_tokens == 0 else None if last is None else last.reason
         body: dict[str, Json] = {
@@ -118,11 +119,22 @@ class CompletionBuilder(ResponseBuilder):
             body["stop_reason"] = None if last is None else last.matched
         return body
 
+    def _prompt_text(self, choice: PartialChoice) -> str:
+        """The text of the prompt, without a character that it only begins if the choice completes it."""
+        text = self.service.reader.tokenizer.decode(choice.submitted.request.tokens)
+        return text if self.call.params.max_tokens == 0 else text.rstrip(REPLACEMENT)
+
     def _logprobs(self, choice: PartialChoice, deltas: Sequence[TokenDelta], *, begins: bool) -> Json:
         tokens: list[Json] = []
         logprobs: list[Json] = []
         top: list[Json] = []
         offsets: list[Json] = []
+
+        tokenizer, request = self.service.reader.tokenizer, choice.submitted.request
+        if choice.stream is None:
+            # Special tokens are part of the prompt's text, and not of the choice's.
+            first = begins and choice.scores is not None
+            choice.stream = tokenizer.stream(special=True) if first else tokenizer.stream(request.continued)
 
         def add(id: int, logprob: float | None, likeliest: Sequence[tuple[int, float]]) -> None:
             text = self.texts.text(id)
@@ -131,15 +143,17 @@ class CompletionBuilder(ResponseBuilder):
             top.append(None if logprob is None else self._top(id, logprob, likeliest))
             # Offsets of a stream continue over its chunks, so the count is kept in the choice.
             offsets.append(choice.characters)
-            # Part of a character has no length in the text.
-            choice.characters += 0 if text.startswith("bytes:") else len(text)
+            # All tokens of one character begin where it does; the last of them completes it.
+            assert choice.stream is not None
+            choice.characters += len(choice.stream.push(id))
 
         if begins and choice.scores is not None:
-            ids, scores = choice.submitted.request.tokens, choice.scores
+            ids, scores = request.tokens, choice.scores
             # Nothing predicts the first token of a prompt.
             add(ids[0], None, ())
             for id, logprob, likeliest in zip(ids[1:], scores.logprobs, scores.top, strict=True):
                 add(id, logprob, likeliest)
+            choice.stream, choice.characters = tokenizer.stream(request.continued), len(self._prompt_text(choice))
         for delta in deltas:
             # The texts of tokens that end the choice are not part of the response, and neither are their
             # log-probabilities.

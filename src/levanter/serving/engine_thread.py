@@ -361,7 +361,7 @@ class EngineThread:
     Args:
         engine: the engine; nothing else uses it while the thread runs.
         inbox: messages for the thread.
-        stream: makes a detokenizer for one choice.
+        stream: makes a detokenizer for one choice, from the ids that it continues.
         score: scores prompts; None if no request may have its prompt scored.
         deliver: receives the results of a step, in the thread.
         ended: is called in the thread when it ends.
@@ -372,7 +372,7 @@ class EngineThread:
         engine: Engine,
         inbox: Inbox,
         *,
-        stream: Callable[[], TextStream],
+        stream: Callable[[Sequence[int]], TextStream],
         score: ScorePromptFn | None,
         deliver: Callable[[Sequence[Delivery]], None],
         ended: Callable[[], None] = lambda: None,
@@ -463,7 +463,7 @@ class EngineThread:
         return [(ChoiceId(id, n), text) for id, texts in self._texts.items() for n, text in texts.items()]
 
     def _text(self, request: Request) -> ChoiceText:
-        return ChoiceText.for_request(request, self._stream(), limit=request.new_tokens(self._engine.schedule.context))
+        return ChoiceText.for_request(request, self._stream, limit=request.new_tokens(self._engine.schedule.context))
 
     def _end(self, of: ChoiceId, delta: TokenDelta) -> None:
         # Also after a normal end: a stop string ends a choice that the engine would go on with.

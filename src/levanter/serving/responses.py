@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from levanter.base.bounded_json import Json
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.data import Tokenizer
+from levanter.data.tokenizer import TextStream
 from levanter.inference.programs import PromptScores
 from levanter.inference.requests import ChoiceId, SamplingParams
 from levanter.serving.engine_thread import Delivery, PromptScored, Submission, TokenDelta
@@ -100,7 +101,8 @@ class PartialChoice:
         index: its index in the response.
         scores: log-probabilities of its prompt, if requested.
         deltas: its tokens so far.
-        characters: length of the tokens whose log-probabilities were returned.
+        characters: length of the text of the tokens whose log-probabilities were returned.
+        stream: decodes these tokens; None before the first one.
         pending: deltas that cannot be sent yet.
     """
 
@@ -109,6 +111,7 @@ class PartialChoice:
     scores: PromptScores | None = None
     deltas: list[TokenDelta] = field(default_factory=list)
     characters: int = 0
+    stream: TextStream | None = None
     pending: list[TokenDelta] = field(default_factory=list)
 
     @property

@@ -2,15 +2,17 @@
 
 import itertools
 import json
+import random
 
 import pytest
+from helpers.drawn_tokenizers import build, drawn_text
 from helpers.small_byte_level import END, byte_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from levanter.compat.hf.tokenizer import FastTokenizer
-from levanter.data.incremental_detokenizer import WindowStream
+from levanter.data.incremental_detokenizer import REPLACEMENT, WindowStream
 from levanter.data.passthrough import PassthroughTokenizer
 from levanter.inference.detokenizer import ChoiceText, StopStrings
 
@@ -234,3 +236,20 @@ class TestEnds:
         assert given == ["a", "b", "c"] and last is None
         given, last = text_of(["a", "b", "c"], stop_ids=[1], min_tokens=2)
         assert given == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece", "sentencepiece bytes", "unigram"])
+def test_a_prompt_and_the_text_that_continues_it_are_the_text_of_all_ids(kind: str):
+    """Wherever the ids are cut: within a character, before a space, in a run of bytes, at a special token."""
+    tokenizer = FastTokenizer(json.loads(build(kind).to_str()), name="drawn", bos_id=0, eos_id=1)
+    rng = random.Random(51)
+    compared = 0
+    for _ in range(60):
+        (ids,) = tokenizer.encode_batch([drawn_text(rng)])
+        ids = [0, *(i for i in ids.tolist() if i > 3)]
+        for cut in range(2, len(ids)):
+            prompt, stream = tokenizer.decode(ids[:cut]).rstrip(REPLACEMENT), tokenizer.stream(ids[:cut])
+            text = "".join(map(stream.push, ids[cut:])) + stream.finish()
+            assert prompt + text == tokenizer.decode(ids), (ids, cut)
+            compared += 1
+    assert compared > 300

@@ -93,7 +93,7 @@ class Dialogue:
         # `max_tokens` is shortened to what the context has left instead of refusing the request.
         request = self.reader.request(prompt, shorten=True)
         limit = request.new_tokens(self._engine.schedule.context)
-        text = ChoiceText.for_request(request, self.reader.tokenizer.stream(), limit=limit)
+        text = ChoiceText.for_request(request, self.reader.tokenizer.stream, limit=limit)
         of, pieces = ChoiceId(request.id, 0), list[str]()
         began = time.perf_counter()
         first, error, reason = None, None, None

@@ -30,6 +30,7 @@ from levanter.commands.generate.plan import NAME, GenerateWork, describe
 from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.terminal import Terminal, at_terminal
 from levanter.config import ExplicitKeys, plain
+from levanter.data.incremental_detokenizer import REPLACEMENT
 from levanter.distributed.barrier import agreed
 from levanter.inference.detokenizer import ChoiceText
 from levanter.inference.engine import NOT_FINITE, Engine, make_schedule
@@ -136,7 +137,7 @@ class _Run:
         limit = request.new_tokens(self.schedule.context)
         # One detokenizer for each choice: a stream has state.
         texts = {
-            ChoiceId(request.id, n): _Text(text=ChoiceText.for_request(request, tokenizer.stream(), limit=limit))
+            ChoiceId(request.id, n): _Text(text=ChoiceText.for_request(request, tokenizer.stream, limit=limit))
             for n in range(request.params.n)
         }
         pending = _Pending(index=index, line=prompt.line, request=request, texts=texts)
@@ -160,7 +161,10 @@ class _Run:
             if not all(map(math.isfinite, scores.logprobs)):
                 self._fail(pending, NOT_FINITE)
                 return False
-        pending.echo = Echo(text=self.reader.tokenizer.decode(request.tokens), scores=scores)
+        text = self.reader.tokenizer.decode(request.tokens)
+        # A character that the prompt begins is completed by the choice, which therefore has all of it.
+        text = text if request.params.max_tokens == 0 else text.rstrip(REPLACEMENT)
+        pending.echo = Echo(text=text, scores=scores)
         return True
 
     def _fail(self, pending: _Pending, error: str) -> None:

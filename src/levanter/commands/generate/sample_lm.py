@@ -112,7 +112,8 @@ def _requests(config: SampleLmConfig, pretrained: PretrainedModel) -> Iterator[R
     for n, ids in enumerate(tokenizer.encode_batch(config.texts)):
         yield Request(
             id=str(n),
-            tokens=tuple(tokenizer.frame.around(ids.tolist())),
+            tokens=(tokens := tuple(tokenizer.frame.around(ids.tolist()))),
+            continued=tokens,
             params=config.sampling,
             seed=config.seed,
             stop_ids=merge_stop_ids(config.sampling, ends),
@@ -158,7 +159,7 @@ def _round(work: SampleWork, engine: Engine, number: int, result: SampledTexts, 
     for request in requests.values():
         for choice in range(request.params.n):
             of = ChoiceId(request.id, choice)
-            stream = work.generate.pretrained.tokenizer.stream()
+            stream = work.generate.pretrained.tokenizer.stream
             texts[of], pieces[of] = ChoiceText.for_request(request, stream, limit=work.config.max_new_tokens), []
     for event in engine.run(requests.values()):
         if isinstance(event, Failed):

@@ -131,7 +131,7 @@ def generate_texts(
             results[of] = GeneratedText(request=request.id, choice=n)
             # One stream of text for each choice; the entry is deleted when its text ends.
             limit = request.new_tokens(engine.schedule.context)
-            unfinished[of] = ChoiceText.for_request(request, tokenizer.stream(), limit=limit)
+            unfinished[of] = ChoiceText.for_request(request, tokenizer.stream, limit=limit)
     for event in engine.run(requests):
         # The engine may deliver tokens of a text whose stop string was found already.
         if (text := unfinished.get(event.of)) is None:

@@ -130,9 +130,10 @@ class FastTokenizer:
         """The text of a sequence of ids, including special tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def stream(self) -> TextStream:
-        """A stream that decodes a text as its ids arrive, without special tokens."""
-        return WindowStream(self.decode, skipped=self._special_ids, byte_ids=self._byte_ids)
+    def stream(self, context: Sequence[int] = (), *, special: bool = False) -> TextStream:
+        """A stream that decodes a text as its ids arrive; see `Tokenizer.stream`."""
+        skipped = frozenset[int]() if special else self._special_ids
+        return WindowStream(self.decode, skipped=skipped, byte_ids=self._byte_ids, context=context)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
