@@ -141,11 +141,15 @@ class CompletionBuilder(ResponseBuilder):
             tokens.append(text)
             logprobs.append(logprob)
             top.append(None if logprob is None else self._top(id, logprob, likeliest))
-            # Offsets of a stream continue over its chunks, so the count is kept in the choice.
-            offsets.append(choice.characters)
-            # All tokens of one character begin where it does; the last of them completes it.
             assert choice.stream is not None
-            choice.characters += len(choice.stream.push(id))
+            piece, length = choice.stream.push(id), 0 if text.startswith("bytes:") else len(text)
+            # Offsets of a stream continue over its chunks, so the counts are kept in the choice. All tokens of one
+            # character begin where it does; the last of them completes it.
+            start = choice.characters + choice.withheld
+            choice.characters += len(piece)
+            # A run of byte tokens is text at its end: it comes with the text of the token behind it.
+            offsets.append(max(start, choice.characters - length) if piece and length else start)
+            choice.withheld = 0 if piece else choice.withheld + length
 
         if begins and choice.scores is not None:
             ids, scores = request.tokens, choice.scores
@@ -153,7 +157,8 @@ class CompletionBuilder(ResponseBuilder):
             add(ids[0], None, ())
             for id, logprob, likeliest in zip(ids[1:], scores.logprobs, scores.top, strict=True):
                 add(id, logprob, likeliest)
-            choice.stream, choice.characters = tokenizer.stream(request.continued), len(self._prompt_text(choice))
+            choice.stream, choice.withheld = tokenizer.stream(request.continued), 0
+            choice.characters = len(self._prompt_text(choice))
         for delta in deltas:
             # The texts of tokens that end the choice are not part of the response, and neither are their
             # log-probabilities.

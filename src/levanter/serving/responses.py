@@ -103,6 +103,7 @@ class PartialChoice:
         deltas: its tokens so far.
         characters: length of the text of the tokens whose log-probabilities were returned.
         stream: decodes these tokens; None before the first one.
+        withheld: length of those of them whose text the stream has not given yet.
         pending: deltas that cannot be sent yet.
     """
 
@@ -112,6 +113,7 @@ class PartialChoice:
     deltas: list[TokenDelta] = field(default_factory=list)
     characters: int = 0
     stream: TextStream | None = None
+    withheld: int = 0
     pending: list[TokenDelta] = field(default_factory=list)
 
     @property
