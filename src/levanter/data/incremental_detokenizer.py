@@ -40,14 +40,14 @@ class WindowStream:
     ):
         self._decode = decode
         self._skipped, self._byte_ids = skipped, byte_ids
-        self._window = self._end_of(context)
+        self._window = self._last_ids(context)
         self._context = len(self._window)
         """The number of ids at the beginning of the window whose text was given before: they only give context."""
         # A character that the context begins belongs to the text, which completes it.
         self._emitted = decode(self._window).rstrip(REPLACEMENT) if self._window else ""
         """The part of the window's text that has been given."""
 
-    def _end_of(self, context: Sequence[int]) -> list[int]:
+    def _last_ids(self, context: Sequence[int]) -> list[int]:
         """The last ids of the context, which does not begin within a run of bytes."""
         ids = [i for i in context if i not in self._skipped]
         first = max(0, len(ids) - _CONTEXT_IDS)
