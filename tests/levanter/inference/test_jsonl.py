@@ -164,7 +164,6 @@ def test_ids_are_unique():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"prompt": ""}', "prompt: empty"),
         ('{"prompt": []}', "prompt: empty"),
         ('{"prompt": [263, 264, 265]}', "prompt[1]: id 264 is not one of the model's 264 ids (0 to 263) (and 1 more)"),
         ('{"prompt": "a", "stop_token_ids": [264]}', "stop_token_ids: id 264"),

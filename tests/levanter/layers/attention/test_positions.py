@@ -208,7 +208,7 @@ def assert_formula(case: Case) -> None:
     np.testing.assert_allclose(out, expected_out, atol=1e-5)
     assert gradients.keys() == expected.keys()
     for name, x in gradients.items():
-        np.testing.assert_allclose(x, expected[name], atol=4e-5, err_msg=name)
+        np.testing.assert_allclose(x, expected[name], atol=4e-5, rtol=1e-6, err_msg=name)
 
 
 @pytest.fixture(autouse=True)
