@@ -305,7 +305,8 @@ def test_what_is_int8_must_be_what_the_configuration_says(seed, exported, tmp_pa
         return
     with pytest.raises(ConfigMismatchError) as refused:
         open_checkpoint(str(tmp_path))
-    assert all(kind in str(refused.value) for kind in list(plain ^ ignored)[:1])
+    # The message names the first few tensors of all that contradict.
+    assert any(kind in str(refused.value) for kind in plain ^ ignored)
     assert "correct quantization_config.ignore" in str(refused.value)
 
 
