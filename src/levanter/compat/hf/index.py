@@ -19,7 +19,6 @@ from levanter.compat.hf.header import ShardHeader
 from levanter.compat.hf.readers import ByteReader
 from levanter.compat.hf.repository import INDEX, SINGLE, Repository, read_json, stays_inside
 from levanter.compat.hf.safetensors import SafetensorsSource, read_headers
-from levanter.compat.hf.tied import same_values
 
 MAX_SHARD_BYTES = 5 * 10**9
 """The default size of one file of weights."""
@@ -212,6 +211,9 @@ def _copy_problems(
     files_by_name: Mapping[str, Sequence[str]], headers: Sequence[ShardHeader], readers: Mapping[str, ByteReader]
 ) -> list[str]:
     """Tensors that several files have with different values: readers would disagree about which one is meant."""
+    # Imported here: configurations read a constant of this module, and `--help` imports no JAX.
+    from levanter.compat.hf.tied import same_values
+
     # A source of each file: one of all files would refuse the same name twice.
     sources = {header.file: SafetensorsSource({header.file: readers[header.file]}, [header]) for header in headers}
     return [

@@ -12,11 +12,11 @@ import jax
 import jax.experimental.compilation_cache.compilation_cache
 import numpy as np
 import pytest
+from helpers.initial_states import state_of
 from helpers.train_processes import environment, logged, train, write_run
 
 from haliax_ext.abstract import leaves
 from levanter.checkpoint import CheckpointMismatchError, CheckpointSource, find_checkpoints
-from levanter.commands.train.initial_state import initial_state
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
 from levanter.commands.train.run_dirs import MissingResumeError, RunDirs, find_resume
@@ -102,7 +102,7 @@ def test_a_state_is_the_same_on_every_mesh(begun, devices):
         # Sixty-one ids are as many rows on one device, and sixty-four where four cut them.
         plan = describe(read(folder / "run.yaml", *overrides), target(2 * count if count == 4 else count))
         mesh = plan.mesh.build(devices[: plan.mesh.size])
-        state, _ = initial_state(plan, mesh, done.checkpoint, show=False)
+        state = state_of(plan, mesh, done.checkpoint)
         rows.append(plan.work.Vocab.size)
         for path, value in values_of(state).items():
             assert value[tuple(slice(0, size) for size in whole[path].shape)].tobytes() == whole[path].tobytes(), path
@@ -157,7 +157,7 @@ def test_a_run_begins_with_another_ones_parameters_and_statistics(begun, devices
 
     def begin(**changes):
         plan = describe(replace(config, **changes), target())
-        return values_of(initial_state(plan, plan.mesh.build(devices), None, show=False)[0])
+        return values_of(state_of(plan, plan.mesh.build(devices)))
 
     def saved_value(name):
         return saved.read(name, tuple(slice(0, size) for size in saved.tensors[name].shape))
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_told_by_leaf(begun, devices):
     )
     plan = describe(other, target())
     with pytest.raises(CheckpointMismatchError) as caught:
-        initial_state(plan, plan.mesh.build(devices), None, show=False)
+        state_of(plan, plan.mesh.build(devices))
     assert "unexpected  optimizer.1.mu." in str(caught.value)
     assert "use initialize_model_from_checkpoint_path to take only the parameters" in str(caught.value)
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from helpers.initial_states import state_of
 from helpers.saved_run import logits
 from helpers.train_processes import write_run
 from helpers.two_kinds import installed, numpy_logits
 from safetensors.numpy import load_file
 
 from haliax_ext.abstract import leaves
-from levanter.commands.train.initial_state import initial_state
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.commands.train.run import execute
 from levanter.config import load
@@ -79,7 +79,7 @@ def run(plan, devices, *, run_id="run", last=None):
     """What `execute` says, the loss of each step, and the arrays of the last checkpoint's state by path."""
     tracker, mesh = Losses(last), plan.mesh.build(devices[: plan.mesh.size])
     done = execute(plan, mesh, Session(run_id=run_id, tracker=tracker))
-    state, _ = initial_state(plan, mesh, done.checkpoint, show=False)
+    state = state_of(plan, mesh, done.checkpoint)
     arrays = {leaf.path: np.asarray(x) for leaf, x in zip(leaves(state), jax.tree.leaves(state), strict=True)}
     return done, tracker.found, arrays
 
@@ -131,7 +131,7 @@ def test_what_is_exported_is_imported_bit_for_bit(straight, tmp_path, devices):
     again = described(
         config_of(tmp_path, "--initialize_from_hf", str(exported), "--use_hf_model_config", "true", data=2, model=4)
     )
-    state, _ = initial_state(again, again.mesh.build(devices), None, show=False)
+    state = state_of(again, again.mesh.build(devices))
     for leaf, x in zip(leaves(state.model), jax.tree.leaves(state.model), strict=True):
         # Rows that only pad the vocabulary are not exported.
         own = tuple(slice(0, 61 if name == "vocab" else size) for name, size in leaf.axes)
