@@ -75,7 +75,7 @@ def test_finetune_adapters(tmp_path, monkeypatch, capsys):
 
 def test_generate(tmp_path, monkeypatch, capsys):
     printed = run("generate.py", tmp_path, monkeypatch, capsys)
-    assert "needle: '56 00 22 8' (length)" in printed and printed.count("sampled: ") == 2
+    assert "needle: ' 56 00 22 8' (length)" in printed and printed.count("sampled: ") == 2
     assert not list(tmp_path.iterdir())
 
 
