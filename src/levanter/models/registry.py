@@ -241,7 +241,11 @@ def _entry_points(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]
 
 def _source(point: EntryPoint) -> str:
     """A package's entry point, as messages name it."""
-    package = "an unnamed package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+    # Metadata without the file that has the name is empty, and None where a package has installed the backport of
+    # `importlib.metadata` as Python's finder.
+    metadata: Any = None if point.dist is None else point.dist.metadata
+    name = None if metadata is None else metadata["Name"]
+    package = "an unnamed package" if name is None else f"{name} {metadata['Version']}"
     return f"{package} ({point.value})"
 
 
