@@ -244,8 +244,9 @@ def _source(point: EntryPoint) -> str:
     # Metadata without the file that has the name is empty, and None where a package has installed the backport of
     # `importlib.metadata` as Python's finder.
     metadata: Any = None if point.dist is None else point.dist.metadata
-    name = None if metadata is None else metadata["Name"]
-    package = "an unnamed package" if name is None else f"{name} {metadata['Version']}"
+    if metadata is None or metadata["Name"] is None:
+        return f"an unnamed package ({point.value})"
+    package = f"{metadata['Name']} {metadata['Version']}"
     return f"{package} ({point.value})"
 
 
