@@ -243,7 +243,7 @@ def _source(point: EntryPoint) -> str:
     """A package's entry point, as messages name it."""
     # Metadata without the file that has the name is empty, and None where a package has installed the backport of
     # `importlib.metadata` as Python's finder.
-    metadata: Any = None if point.dist is None else point.dist.metadata
+    metadata = None if point.dist is None else point.dist.metadata
     if metadata is None or metadata["Name"] is None:
         return f"an unnamed package ({point.value})"
     package = f"{metadata['Name']} {metadata['Version']}"
