@@ -115,10 +115,10 @@ def test_files_that_contradict_each_other(bases, seed, tmp_path):
     name = draw.choice(sorted(HEADS))
     drawn = contradicting(draw, bases(name), name, tmp_path / "folder")
     expected, made_up = their_answer(tmp_path / "folder")
-    found = described_logits(tmp_path / "folder")
+    actual = described_logits(tmp_path / "folder")
     if made_up:
-        assert isinstance(found, str), f"{drawn}: read, and the files lack {made_up}"
-        assert "→" in found, found
+        assert isinstance(actual, str), f"{drawn}: read, and the files lack {made_up}"
+        assert "→" in actual, actual
         return
-    assert not isinstance(found, str), f"{drawn}: refused: {found}"
-    np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max(), rtol=0, err_msg=str(drawn))
+    assert not isinstance(actual, str), f"{drawn}: refused: {actual}"
+    np.testing.assert_allclose(actual, expected, atol=2e-4 * np.abs(expected).max(), rtol=0, err_msg=str(drawn))

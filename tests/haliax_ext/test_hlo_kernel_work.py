@@ -67,17 +67,17 @@ def work(name: str) -> KernelWork:
 
 @pytest.mark.parametrize("name", ["product", "library"])
 def test_a_product_by_a_kernel_and_by_a_library(name):
-    found = work(name)
-    assert (found.kind, found.flops) == ("matmul", 2 * 64 * 128 * 512)
-    assert (found.batch, found.rows, found.columns, found.depth, found.itemsize) == (1, 64, 512, 128, 2)
+    kernel = work(name)
+    assert (kernel.kind, kernel.flops) == ("matmul", 2 * 64 * 128 * 512)
+    assert (kernel.batch, kernel.rows, kernel.columns, kernel.depth, kernel.itemsize) == (1, 64, 512, 128, 2)
     inputs, result = 2 * (64 * 128 + 128 * 512), 2 * 64 * 512
-    assert found.nbytes == inputs + result + (4096 if name == "library" else 0)
+    assert kernel.nbytes == inputs + result + (4096 if name == "library" else 0)
 
 
 def test_a_batch_of_products():
-    found = work("scores")
-    assert (found.flops, found.batch, found.rows, found.columns) == (2 * 8 * 32 * 32 * 16, 8, 32, 32)
-    assert (found.depth, found.itemsize) == (16, 4)
+    kernel = work("scores")
+    assert (kernel.flops, kernel.batch, kernel.rows, kernel.columns) == (2 * 8 * 32 * 32 * 16, 8, 32, 32)
+    assert (kernel.depth, kernel.itemsize) == (16, 4)
 
 
 def test_attention_computes_the_half_that_its_own_mask_leaves():
@@ -102,8 +102,8 @@ class Estimates:
     """A hundred cycles for what makes products of matrices, and one for the rest."""
 
     def cycles(self, module, computation, instruction) -> tuple[int, int]:
-        found = kernel_work(module, computation, instruction)
-        return 100 if found.kind == "matmul" else min(1, found.nbytes), found.nbytes
+        kernel = kernel_work(module, computation, instruction)
+        return 100 if kernel.kind == "matmul" else min(1, kernel.nbytes), kernel.nbytes
 
     def workspace(self, module) -> int:
         return unstated_workspace(module)

@@ -104,8 +104,10 @@ def test_cards_whose_names_have_a_hyphen():
     for name, memory in (("a100-40x8", 42331013120), ("h100-pcieX2", 84942979072), ("rtx6000prox4", 103079215104)):
         target = parse_accelerator(name)
         assert target.name == name.lower() and target.generation.hbm_bytes == memory
-    found = {kind: find_generation(kind) for kind in ("NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 NVL")}
-    assert [generation and generation.name for generation in found.values()] == ["h100-pcie", "a100", "h100"]
+    generations = {
+        kind: find_generation(kind) for kind in ("NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 NVL")
+    }
+    assert [generation and generation.name for generation in generations.values()] == ["h100-pcie", "a100", "h100"]
 
 
 @pytest.mark.parametrize(("name", "text", "share"), [(None, "", 0.75), *((v, "0.9", 0.9) for v in FRACTION_VARIABLES)])

@@ -224,15 +224,15 @@ def test_two_processes_sample_as_one(tmp_path, inputs):
     """Samples between steps: process 0 has the engine, the others its calls; also by a tokenizer without files."""
     keys = {"sample_prompts": ["1 4 9", "16 25 36 49"], "sample_every": 1}
     generation = {"sampling": {"temperature": 0, "max_tokens": 6}, "max_rows": 8}
-    found = []
+    actual = []
     for count in (1, 2):
         folder = tmp_path / str(count)
         trainer = {"log_dir": str(folder / "logs")}
         command = inputs.train_lm(folder, steps=2, generation=generation, trainer=trainer, **keys)
         run_together(folder, count, command, devices=8 // count, cache=inputs.cache)
         paths = sorted((folder / "logs" / "run" / "samples").iterdir())
-        found.append(
+        actual.append(
             {path.name: [json.loads(line)["tokens"] for line in path.read_text().splitlines()] for path in paths}
         )
-    assert found[0].keys() == {"step-1.jsonl", "step-2.jsonl"} and found[0] == found[1]
-    assert all(len(tokens) == 6 for texts in found[0].values() for tokens in texts)
+    assert actual[0].keys() == {"step-1.jsonl", "step-2.jsonl"} and actual[0] == actual[1]
+    assert all(len(tokens) == 6 for texts in actual[0].values() for tokens in texts)

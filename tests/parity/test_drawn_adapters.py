@@ -94,19 +94,19 @@ def test_drawn_adapters(bases, seed, tmp_path):
     draw = random.Random(SEED + seed)
     name = draw.choice(sorted(FAMILIES))
     expected, drawn = write_theirs(draw, bases(name), name, tmp_path / "adapter")
-    found = described_logits(bases(name), adapter=str(tmp_path / "adapter"))
-    if isinstance(found, str):
+    actual = described_logits(bases(name), adapter=str(tmp_path / "adapter"))
+    if isinstance(actual, str):
         table = FAMILIES[name][1]
         targets = [*drawn["target_modules"], *drawn.get("modules_to_save", ())]
         # What a model of ours cannot hold is a tied table of which only the embedding was changed. And of a resized
         # model peft writes only the tables that have adapters, if one has: the file lacks the other.
         lost = drawn["resized"] and any(x in targets for x in FAMILIES[name][1:])
-        assert lost or (drawn["tied"] and table in targets), f"{drawn}: {found}"
-        assert "merge_and_unload" in found, found
+        assert lost or (drawn["tied"] and table in targets), f"{drawn}: {actual}"
+        assert "merge_and_unload" in actual, actual
         return
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     if drawn["resized"] and not any("layers" not in key and key.endswith(".weight") for key in stored):
         # Named for single layers, a table is no target: peft then writes none, and the model is that of the base's ids.
-        ids = min(expected.shape[-1], found.shape[-1])
-        expected, found = expected[..., :ids], found[..., :ids]
-    np.testing.assert_allclose(found, expected, atol=3e-4 * np.abs(expected).max(), rtol=0, err_msg=str(drawn))
+        ids = min(expected.shape[-1], actual.shape[-1])
+        expected, actual = expected[..., :ids], actual[..., :ids]
+    np.testing.assert_allclose(actual, expected, atol=3e-4 * np.abs(expected).max(), rtol=0, err_msg=str(drawn))

@@ -315,9 +315,9 @@ def test_answers_that_a_record_excludes(key, marked):
 
 
 def chat_error(record: dict, **format) -> str:
-    made = ChatLmDatasetFormat(**{"chat_template": whole(TEMPLATES["tested"]), **format})
+    chat = ChatLmDatasetFormat(**{"chat_template": whole(TEMPLATES["tested"]), **format})
     with pytest.raises(DataError) as info:
-        ChatEncoder(format=made, template=chat_template(made, TOKENIZER), tokenizer=TOKENIZER).encode([(record, "x:1")])
+        ChatEncoder(format=chat, template=chat_template(chat, TOKENIZER), tokenizer=TOKENIZER).encode([(record, "x:1")])
     return str(info.value)
 
 

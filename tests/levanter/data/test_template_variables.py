@@ -94,12 +94,12 @@ def test_a_template_writes_what_transformers_writes(pair, name: str):
         more = {"tools": tools, "documents": documents, "add_generation_prompt": bool(prompt), "custom": seed % 2}
         call = dict(chat_template=TEMPLATES[name], tokenize=False, **more)
         expected = _written(theirs.apply_chat_template, messages, **call)
-        found = _written(template.render, messages, {k: v for k, v in more.items() if v is not None}, "here")
+        actual = _written(template.render, messages, {k: v for k, v in more.items() if v is not None}, "here")
         if isinstance(expected, str):
-            assert found[0] == expected, (name, messages, more)
+            assert actual[0] == expected, (name, messages, more)
         else:
             # A form that the template understands is written; but what it refuses itself stays refused.
-            assert found is DataError or name != "refuses", (name, expected, found)
+            assert actual is DataError or name != "refuses", (name, expected, actual)
 
 
 @pytest.mark.parametrize("where", ["settings", "files", "no default"])
@@ -117,8 +117,8 @@ def test_templates_with_names(tmp_path, where: str):
         messages, template = _messages(random.Random(1)), select_template(ours, name)
         assert template is not None
         expected = _written(theirs.apply_chat_template, messages, chat_template=name, tools=tools, tokenize=False)
-        found = _written(template.render, messages, {} if tools is None else {"tools": tools}, "here")
-        assert found[0] == expected if isinstance(expected, str) else found is DataError
+        actual = _written(template.render, messages, {} if tools is None else {"tools": tools}, "here")
+        assert actual[0] == expected if isinstance(expected, str) else actual is DataError
     if where == "no default":
         template = select_template(ours, None)
         assert template is not None

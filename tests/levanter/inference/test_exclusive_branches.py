@@ -96,8 +96,8 @@ def test_drawn_branches(seeds):
         result = json.loads(coerce_exclusive_branches(json.dumps(schema)))
         assert conforming(result) == conforming(schema), schema
         one_of = schema if "oneOf" in schema else schema["properties"]["n"]
-        each = [conforming({"$defs": schema["$defs"], "allOf": [one]}) for one in one_of["oneOf"]]
-        excluded = all(sum(column) <= 1 for column in zip(*each, strict=True))
+        conformity = [conforming({"$defs": schema["$defs"], "allOf": [one]}) for one in one_of["oneOf"]]
+        excluded = all(sum(column) <= 1 for column in zip(*conformity, strict=True))
         exclusive += excluded
         rewritten += branch_lists(result) == 0
         # What is rewritten has no value in two branches.

@@ -28,8 +28,8 @@ class Calls:
         self.noted: list[tuple] = []
 
     def prefill(self, bucket, parts, tables, sampling, masks=None):
-        told = [dataclasses.replace(p, id=None) for p in parts]
-        return self._note("prefill", bucket, told, tables, sampling, masks)
+        anonymous = [dataclasses.replace(p, id=None) for p in parts]
+        return self._note("prefill", bucket, anonymous, tables, sampling, masks)
 
     def decode(self, rows, tables, sampling, masks=None):
         return self._note("decode", None, [(r.slot, r.start, r.tokens) for r in rows], tables, sampling, masks)

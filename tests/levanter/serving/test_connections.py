@@ -286,28 +286,28 @@ def test_ambiguous_framing_ends_the_connection(connect, version, line_end):
     """A second request behind it on the same connection, which one of the readings contains, is not answered."""
     with served() as port:
         for headers in [*FRAMINGS, *([("Transfer-Encoding: chunked",)] if version == "1.0" else [])]:
-            client, said = connect(port), b""
+            client, reply = connect(port), b""
             lines = (f"POST /v1/completions HTTP/{version}", "Host: a", "Connection: keep-alive", *headers, "")
             head = line_end.join((*lines, "")).encode("latin-1")
             with contextlib.suppress(ConnectionError):
                 client.sendall(head + b"5\r\nhello\r\n0\r\n\r\nGET /v1/completions HTTP/1.1\r\nHost: a\r\n\r\n")
                 while part := client.recv(65536):
-                    said += part
-            assert said.startswith(b"HTTP/1.1 400 ") and said.count(b"HTTP/1.1 ") == 1, (headers, said)
-            assert b"connection: close" in said.lower(), headers
+                    reply += part
+            assert reply.startswith(b"HTTP/1.1 400 ") and reply.count(b"HTTP/1.1 ") == 1, (headers, reply)
+            assert b"connection: close" in reply.lower(), headers
         assert is_answered(port)
 
 
 @pytest.mark.parametrize("headers", [("Content-Length: 5",), ("Transfer-Encoding: Chunked", "X: a, b")])
 def test_one_framing_keeps_the_connection(connect, headers):
     with served() as port:
-        client, said = connect(port), b""
+        client, reply = connect(port), b""
         body = b"5\r\nhello\r\n0\r\n\r\n" if headers[0].startswith("T") else b"hello"
         request = "\r\n".join(("POST / HTTP/1.1", "Host: a", *headers, "", "")).encode() + body
         client.sendall(request * 2)
-        while said.count(b"\r\n\r\n5") < 2 and (part := client.recv(65536)):
-            said += part
-        assert said.count(b"HTTP/1.1 200") == 2
+        while reply.count(b"\r\n\r\n5") < 2 and (part := client.recv(65536)):
+            reply += part
+        assert reply.count(b"HTTP/1.1 200") == 2
 
 
 def test_what_clients_send_does_not_fill_the_log(connect, caplog):

@@ -72,8 +72,8 @@ def test_the_whole_attack(tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, str(BENCHMARK), "--seconds", "10", "--report", str(report)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = json.loads(report.read_text())
-    assert not [row["name"] for row in found["requests"] if " 500 " in row["status"]], ended.stdout
-    assert found["MiB after"] <= 1.1 * found["MiB before"], ended.stdout
+    summary = json.loads(report.read_text())
+    assert not [row["name"] for row in summary["requests"] if " 500 " in row["status"]], ended.stdout
+    assert summary["MiB after"] <= 1.1 * summary["MiB before"], ended.stdout
     assert "Traceback" not in ended.stdout + ended.stderr
-    assert found["hostile"]["failed"] == 0, ended.stdout
+    assert summary["hostile"]["failed"] == 0, ended.stdout

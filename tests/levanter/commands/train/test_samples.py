@@ -122,9 +122,9 @@ def equal_to_generate(folder: Path, devices: int, steps: tuple[int, ...], **chan
     for step in steps:
         checkpoint = folder / "checkpoints" / "run" / f"step-{step}"
         answers = generated(folder / f"alone-{step}", checkpoint, devices, **changes)
-        found = samples(folder, step)
-        assert [one["tokens"] for one in found] == [answer["choices"][0]["tokens"] for answer in answers]
-        assert [one["text"] for one in found] == [answer["choices"][0]["text"] for answer in answers]
+        records = samples(folder, step)
+        assert [one["tokens"] for one in records] == [answer["choices"][0]["tokens"] for answer in answers]
+        assert [one["text"] for one in records] == [answer["choices"][0]["text"] for answer in answers]
 
 
 def killed(self, taken, state):
@@ -152,9 +152,9 @@ def test_samples_are_those_of_the_checkpoint(base, tmp_path, devices):
     assert tracked.tables().keys() == {1, 3} and len(tracked.losses()) == 4
     equal_to_generate(tmp_path, devices, (2, 4) if devices == 8 else (4,))
     for step in (2, 4):
-        found = samples(tmp_path, step)
-        assert [row[3] for row in tracked.tables()[step - 1].rows] == [one["text"] for one in found]
-        assert [one["prompt"] for one in found] == PROMPTS and {one["step"] for one in found} == {step}
+        records = samples(tmp_path, step)
+        assert [row[3] for row in tracked.tables()[step - 1].rows] == [one["text"] for one in records]
+        assert [one["prompt"] for one in records] == PROMPTS and {one["step"] for one in records} == {step}
     assert [one["text"] for one in samples(tmp_path, 2)] != [one["text"] for one in samples(tmp_path, 4)]
     silent = config_of(tmp_path / "silent", base, devices, sample_prompts=None, sample_every=None)
     assert trained(silent, devices).losses() == tracked.losses()

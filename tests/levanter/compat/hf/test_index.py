@@ -93,11 +93,11 @@ def test_a_tensor_that_only_the_index_has_is_refused(tmp_path):
     folder = write_folder(tmp_path, shards=2)
     (first, _) = sorted(file.name for file in folder.glob("*.safetensors"))
     rewrite_index(folder, lambda weight_map: weight_map.update({"model.extra.weight": first}))
-    found = refusal(folder, CorruptFileError)
-    assert found.startswith(
+    message = refusal(folder, CorruptFileError)
+    assert message.startswith(
         f"CKPT/{INDEX}: tensor 'model.extra.weight' should be in {first}, and no file that the index names has it\n  → "
     )
-    assert "delete the index if the shards are complete" in found
+    assert "delete the index if the shards are complete" in message
 
 
 def test_tensors_that_the_index_does_not_place_rightly_are_read_from_where_they_are(tmp_path):

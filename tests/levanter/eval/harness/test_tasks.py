@@ -134,8 +134,10 @@ MINE = SOUND.format(name="mine")
     ],
 )
 def test_a_file_that_is_no_task_is_named_with_its_reason(tmp_path: Path, text: str, expected: str):
-    said = error_of(tmp_path, text)
-    assert said.startswith("eval_harness.task_spec: mine: no task, group or tag of this name") and expected in said
+    message = error_of(tmp_path, text)
+    assert (
+        message.startswith("eval_harness.task_spec: mine: no task, group or tag of this name") and expected in message
+    )
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "exit()", "import os; os._exit(0)", "raise SystemExit"])
@@ -145,11 +147,11 @@ def test_a_task_that_ends_the_process(tmp_path: Path, code: str, where: str):
     module = f"ends_{abs(hash((code, where)))}"
     inside = f"def text(doc):\n    {code.replace('; ', chr(10) + '    ')}\n"
     content = f"{code}\ndef text(doc):\n    return 'x'\n" if where == "module" else inside
-    said = error_of(
+    message = error_of(
         tmp_path, MINE.replace("doc_to_text: q", f"doc_to_text: !function {module}.text"), **{module: content}
     )
     kind = "_TaskExit: 0" if "_exit" in code else "SystemExit"
-    assert f"mine: a task's code ends the process: {kind}" in said and f"{module}.py, line " in said
+    assert f"mine: a task's code ends the process: {kind}" in message and f"{module}.py, line " in message
 
 
 @pytest.mark.parametrize(
@@ -181,8 +183,8 @@ def test_a_metric_without_a_number(tmp_path: Path, monkeypatch, metrics: str, ex
     ],
 )
 def test_templates_run_in_the_sandbox(tmp_path: Path, template: str):
-    said = error_of(tmp_path, MINE.replace("doc_to_text: q", f"doc_to_text: {json.dumps(template)}"))
-    assert "mine: a task failed: " in said and not list(tmp_path.rglob("escaped"))
+    message = error_of(tmp_path, MINE.replace("doc_to_text: q", f"doc_to_text: {json.dumps(template)}"))
+    assert "mine: a task failed: " in message and not list(tmp_path.rglob("escaped"))
 
 
 def test_the_sandbox_renders_as_lm_eval(tmp_path: Path):
@@ -222,5 +224,5 @@ def test_drawn_values_of_a_tasks_keys(tmp_path: Path, seeds):
         folder.mkdir()
         (folder / "mine.jsonl").write_text(LINES)
         (folder / "mine.yaml").write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
-        found = discover_tasks(HarnessConfig(task_spec=["mine"], max_examples=2), [str(folder)])
-        assert found.error is None or "task_spec: " in found.error, lines
+        actual = discover_tasks(HarnessConfig(task_spec=["mine"], max_examples=2), [str(folder)])
+        assert actual.error is None or "task_spec: " in actual.error, lines
