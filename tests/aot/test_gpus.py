@@ -18,7 +18,7 @@ from levanter.plan.compile_cache import CompileCache
 from levanter.plan.compilers import cuda_plugin
 from levanter.plan.hbm_lower_bound import program_lower_bound
 from levanter.plan.preflight.pipeline import preflight
-from levanter.plan.preflight.state import Question
+from levanter.plan.preflight.state import Question, Scope
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
 CONFIGS = Path(__file__).parents[2] / "config"
@@ -32,8 +32,8 @@ SEVEN, SEVENTY = "train/llama2_7b_v4-32", "train/llama2_70b_v4-256"
 OVER_HOSTS = "--trainer.mesh.param_mapping={embed: [replica_dcn, data]}"
 
 
-def planned(entry_point: str, config: str, target: str, *options: str) -> Verdict:
-    """The verdict on a run, compiled."""
+def planned(entry_point: str, config: str, target: str, *options: str, scope: Scope = "timed") -> Verdict:
+    """The verdict on a run, compiled; a user's plan has the scope `run`."""
     reference = ENTRY_POINTS[entry_point]
     argv = ["--config_path", str(CONFIGS / f"{config}.yaml"), *options]
     loaded = load_written(reference.config_class(), argv)
@@ -43,6 +43,7 @@ def planned(entry_point: str, config: str, target: str, *options: str) -> Verdic
         describe=lambda target: entry.describe(loaded.config, target, written=loaded.written),
         provider="levanter.commands.planning:describe",
         payload={"entry_point": entry_point, "argv": argv},
+        scope=scope,
         kept=CompileCache.here(),
     )
     return preflight(question)
@@ -131,7 +132,7 @@ def test_a_train_step_over_hosts():
 )
 def test_every_kind_of_run(entry_point, config, target, programs):
     """Each command's own Programs compile, and what they take is what arithmetic counts of inputs and more."""
-    verdict = planned(entry_point, config, target)
+    verdict = planned(entry_point, config, target, scope="run")
     assert verdict.exit_code == 0 and verdict.headline.startswith("fits: "), verdict.headline
     assert verdict.budget is not None
     compiled = {each.name: each.outcome for each in verdict.programs if isinstance(each.outcome, Compiled)}
