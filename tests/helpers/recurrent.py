@@ -26,6 +26,7 @@ from haliax_ext.planner import plan_sharding
 from levanter.inference.engine import DeviceRunner, Engine, make_schedule
 from levanter.inference.kv_cache import CachePlan, plan_cache
 from levanter.inference.programs import GenerationPrograms, ServedModel, generation_programs
+from levanter.inference.requests import Request, SamplingParams
 from levanter.layers.context import ForwardContext
 from levanter.layers.decode_state import LayerState, StateLeaf
 from levanter.layers.embedding import Embedding
@@ -334,3 +335,20 @@ class RecurrentEngine:
             eqx.filter_jit(lambda model, ids: model.logits(model(ids).activations).rearrange((..., "vocab")).array),
             self.model,
         )
+
+
+def recurrent_over_eight(spec: MeshSpec) -> RecurrentEngine:
+    """Two kinds of layers under a scan, two steps in a decode call, two snapshots for each row, and too few pages."""
+    config = recurrent_config(num_layers=4, layer_types=None, pattern="RF")
+    return RecurrentEngine(spec=spec, config=config, rows=8, pages=4 * 12, steps=2, snapshots=2)
+
+
+def greedy_requests(seed: int, count: int, *, n: int = 1, new: int = 14) -> list[Request]:
+    """Requests with prompts of 1 to 30 random ids."""
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0.0, max_tokens=new, logprobs=1, n=n)
+    lengths = [int(length) for length in rng.integers(1, 31, count)]
+    return [
+        Request(id=str(number), tokens=tuple(rng.integers(0, VOCAB, length).tolist()), params=params, seed=number)
+        for number, length in enumerate(lengths)
+    ]

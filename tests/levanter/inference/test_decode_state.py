@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from haliax import Axis
 from helpers.llama_on_mesh import VOCAB, abstract_model
-from helpers.recurrent import RecurrenceSpec, RecurrentEngine, mappings_of, recurrent_config
+from helpers.recurrent import (
+    RecurrenceSpec,
+    RecurrentEngine,
+    greedy_requests,
+    mappings_of,
+    recurrent_config,
+    recurrent_over_eight,
+)
 from helpers.tiny_engine import observed
 from helpers.two_kinds import TwoKindsConfig, installed
 
@@ -39,18 +46,7 @@ def built(mesh: str) -> RecurrentEngine:
     if mesh == "1":
         config = recurrent_config(scan_layers=False, num_layers=3, layer_types=None, pattern="WRF")
         return RecurrentEngine(spec=MESHES[mesh], config=config, rows=3, pages=20, snapshots=0)
-    config = recurrent_config(num_layers=4, layer_types=None, pattern="RF")
-    return RecurrentEngine(spec=MESHES[mesh], config=config, rows=8, pages=4 * 12, steps=2, snapshots=2)
-
-
-def requests(seed: int, count: int, *, n: int = 1, new: int = 14) -> list[Request]:
-    rng = np.random.default_rng(seed)
-    params = SamplingParams(temperature=0.0, max_tokens=new, logprobs=1, n=n)
-    lengths = [int(length) for length in rng.integers(1, 31, count)]
-    return [
-        Request(id=str(number), tokens=tuple(rng.integers(0, VOCAB, length).tolist()), params=params, seed=number)
-        for number, length in enumerate(lengths)
-    ]
+    return recurrent_over_eight(MESHES[mesh])
 
 
 def in_order(seen) -> list[list[int]]:
@@ -60,7 +56,7 @@ def in_order(seen) -> list[list[int]]:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_texts_are_those_of_the_forward_pass_in_parts_evicted_and_resumed(mesh):
     """More sequences than rows, prompts of up to four parts, fewer pages than the rows would take."""
-    engine, batch = built(mesh), requests(2, 10 if mesh == "1" else 20)
+    engine, batch = built(mesh), greedy_requests(2, 10 if mesh == "1" else 20)
     seen = observed(engine.engine(), batch)
     assert seen.comebacks > 0 and not seen.failed and (seen.hits > 0) == (mesh == "8")
     decided = sum(engine.check(list(one.tokens), text) for one, text in zip(batch, in_order(seen), strict=True))
@@ -72,7 +68,7 @@ def test_texts_are_those_of_the_forward_pass_in_parts_evicted_and_resumed(mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_choices_of_a_request_are_alike_whether_or_not_they_share_its_prompt(mesh):
     engine = built(mesh)
-    (request,) = requests(3, 1, n=2, new=6)
+    (request,) = greedy_requests(3, 1, n=2, new=6)
     seen = observed(engine.engine(), [request])
     texts, length = in_order(seen), len(request.tokens)
     assert len(texts) == 2 and texts[0] == texts[1]
