@@ -142,7 +142,7 @@ def turn(what: str, name: str, scratch: Path) -> Callable[[], None]:
             **({} if what == "loading" else {"model": block(name)}),
         }
         config = parse(command.EvalLmConfig, overrides=document)
-    local = _module("levanter.commands.cli.devices", "levanter.main.local")
+    local = _module("levanter.commands.cli.devices", "levanter.commands.shell.devices", "levanter.main.local")
     mesh_room = importlib.import_module("levanter.mesh")
     found = mesh_room.local_devices(config.trainer.mesh)
     plan = command.describe(config, local.local_target(found))

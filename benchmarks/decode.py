@@ -61,16 +61,18 @@ class Contender:
     """A process that writes when asked."""
 
     def __init__(self, name: str, python: str, folder: Path, streams: int, tree: str | None = None):
-        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        env, script = {**os.environ, "JAX_PLATFORMS": "cpu"}, HERE
         if tree is not None:
             env["PYTHONPATH"] = f"{tree}/src:{tree}"
+            # Its own script, since modules had other names in earlier trees.
+            script = Path(tree).resolve() / "benchmarks" / HERE.name
         elif python != sys.executable:
             env.pop("PYTHONPATH", None)
         self.name = name
         self.turns: list[dict] = []
         self.process = subprocess.Popen(
             [
-                *(python, str(HERE), "--worker", "ours" if tree else name, "--folder", str(folder)),
+                *(python, str(script), "--worker", "ours" if tree else name, "--folder", str(folder)),
                 *("--streams", str(streams), "--began", repr(time.time())),
             ],
             stdin=subprocess.PIPE,

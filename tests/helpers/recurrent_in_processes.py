@@ -30,7 +30,12 @@ def main() -> None:
         if process.engine is not None:
             seen = observed(process.engine, greedy_requests(2, 20))
             texts = [[one.request, one.choice, text] for one, text in seen.texts.items()]
-            report = {"texts": sorted(texts), "hits": seen.hits, "comebacks": seen.comebacks, "failed": len(seen.failed)}
+            report = {
+                "texts": sorted(texts),
+                "hits": seen.hits,
+                "comebacks": seen.comebacks,
+                "failed": len(seen.failed),
+            }
             (Path(sys.argv[1]) / "texts.json").write_text(json.dumps(report))
     end_together(0)
 
