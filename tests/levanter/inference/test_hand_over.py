@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import NamedArray
+from helpers.hand_overs import plan_of, received_bytes
 from helpers.llama_on_mesh import abstract_model, mappings_for, place, random_arrays, tiny_config
 
 from haliax_ext.abstract import abstract, leaves
-from haliax_ext.hlo import CompiledFigures, read_figures
+from haliax_ext.hlo import read_figures
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.planner import plan_sharding
 from haliax_ext.pytree import leaves_with_paths
-from levanter.inference.hand_over import HandOver, generation_module, plan_hand_over
+from levanter.inference.hand_over import generation_module, plan_hand_over
 from levanter.layers.quantized import projections
 from levanter.models.adapters.config import LoraConfig
 from levanter.models.adapters.lora import Adapters
@@ -22,30 +23,6 @@ from levanter.models.adapters.lora_targets import find_targets, target_groups
 
 SPEC = MeshSpec.of(data=4, model=2)
 TABLE = "embeddings.token_embeddings.weight"
-
-
-def planned(config, spec, *, dtype, int8=False, whole=True, platform="cpu") -> tuple[HandOver, object]:
-    model = abstract_model(config)
-    training = mappings_for(config, spec)
-    generating = mappings_for(config, spec, params={"embed": None}) if whole else training
-    module = generation_module(
-        functools.partial(abstract_model, config),
-        model,
-        None,
-        dtype=np.dtype(dtype),
-        int8=int8,
-        platform=platform,
-        devices=spec.size,
-    )
-    plan = plan_hand_over(
-        model,
-        plan_sharding(leaves(model), training, spec),
-        module,
-        plan_sharding(leaves(module), generating, spec),
-        mappings=generating,
-        compiler_options={},
-    )
-    return plan, training
 
 
 def as_axes(x: NamedArray, axes) -> np.ndarray:
@@ -59,7 +36,7 @@ def as_axes(x: NamedArray, axes) -> np.ndarray:
 def test_arrays_are_those_of_training(spec, dtype, int8):
     """Values by NumPy: rounded to the compute dtype, or to integers with a scale for each output channel."""
     config = tiny_config(num_heads=8, num_kv_heads=4, tie_word_embeddings=int8)
-    plan, training = planned(config, spec, dtype=jnp.dtype(dtype), int8=int8)
+    plan, training = plan_of(config, spec, dtype=jnp.dtype(dtype), int8=int8)
     mesh = spec.build(jax.devices()[: spec.size])
     model = place(config, random_arrays(config, seed=3), training, mesh)
     copy = dict(leaves_with_paths(plan(model, mesh)))
@@ -93,7 +70,7 @@ def test_arrays_are_those_of_training(spec, dtype, int8):
 def test_arrays_that_agree_are_shared():
     """In the dtype and the shards of training nothing is copied; a copy of one array more is what differs."""
     config = tiny_config(num_heads=8, num_kv_heads=4)
-    plan, training = planned(config, SPEC, dtype=np.float32, whole=False, platform="tpu")
+    plan, training = plan_of(config, SPEC, dtype=np.float32, whole=False, platform="tpu")
     assert plan.program is None and plan.copied_bytes == plan.moved_bytes == 0
     mesh = SPEC.build(jax.devices())
     model = place(config, random_arrays(config), training, mesh)
@@ -108,7 +85,7 @@ def test_each_byte_moves_once(int8):
     On CPUs; XLA widens collectives of bfloat16 there, which `tests/aot` compiles for TPUs.
     """
     config = tiny_config(num_heads=8, num_kv_heads=4)
-    plan, _ = planned(config, SPEC, dtype=np.float32, int8=int8)
+    plan, _ = plan_of(config, SPEC, dtype=np.float32, int8=int8)
     assert plan.program is not None
     figures = read_figures(plan.program.lower(SPEC.build(jax.devices())).compile().as_text(), SPEC)
     arriving, reduced = received_bytes(figures)
@@ -116,19 +93,6 @@ def test_each_byte_moves_once(int8):
     # The largest value of each channel is a maximum over shards; nothing else is reduced.
     scales = sum(x.bytes_per_device for x in plan.sharding.leaves if x.leaf.path.endswith(".scale"))
     assert reduced <= 2 * scales if int8 else reduced == 0
-
-
-def received_bytes(figures: CompiledFigures) -> tuple[int, int]:
-    """Bytes that a device gets of gathered and permuted arrays, and of reduced ones."""
-    gathered = reduced = 0
-    for one in figures.collectives:
-        if one.kind == "all-reduce":
-            reduced += one.total_bytes
-        else:
-            # Of a gathered array a device holds one part already.
-            part = one.total_bytes // one.members if one.kind in ("all-gather", "all-to-all") else 0
-            gathered += one.total_bytes - part
-    return gathered, reduced
 
 
 def test_an_adapter_is_handed_over_beside_its_base():
