@@ -21,6 +21,7 @@ from levanter.tracker import (
     CompositeTracker,
     JsonFileTrackerConfig,
     JsonLoggerConfig,
+    MetricsTable,
     NoopConfig,
     NoopTracker,
     TensorboardConfig,
@@ -170,6 +171,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
     tracker = TensorboardConfig(logdir=str(tmp_path / "tb")).init("run")
     tracker.log_hyperparameters({"seed": 1})
     tracker.log({"eval/loss": jnp.float32(2.5), "nested": {"x": 1}, "hist": np.arange(4.0)}, step=4)
+    tracker.log({"samples": MetricsTable(columns=("prompt", "text"), rows=(("a|b", "日本\nx"), ("c", None)))}, step=6)
     (tmp_path / "plan.txt").write_text("plan")
     tracker.log_artifact(str(tmp_path / "plan.txt"))
     tracker.finish()
@@ -185,6 +187,9 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
         content = content[16 + length :]
     assert found["eval/loss"][0] == 4 and found["eval/loss"][1].simple_value == 2.5
     assert found["nested/x"][1].simple_value == 1 and found["hist"][1].histo.num == 4
+    table = "| prompt | text |\n| --- | --- |\n| a\\|b | 日本<br>x |\n| c |  |"
+    assert found["samples/text_summary"][0] == 6
+    assert found["samples/text_summary"][1].tensor.string_val[0].decode() == table
     assert b'"seed": 1' in found["config/text_summary"][1].tensor.string_val[0]
     assert (tmp_path / "tb" / "run" / "artifacts" / "plan.txt").read_text() == "plan"
 

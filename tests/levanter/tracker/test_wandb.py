@@ -10,10 +10,11 @@ import pytest
 from levanter.tracker import NoopTracker, WandbConfig
 from levanter.tracker.wandb import ARTIFACT_NAME_LIMIT, _artifact_name, git_commit
 
+TABLE = [["a|b", "日本\n", 0.5], ["c", "", None]]
 PROGRAM = """
 import json, sys
 from levanter.io import setup_logging
-from levanter.tracker import WandbConfig, start_trackers
+from levanter.tracker import MetricsTable, WandbConfig, start_trackers
 setup_logging()
 assert "wandb" not in sys.modules
 config = WandbConfig(project="p", mode={mode!r}, replicate_path=sys.argv[1] + "/copy", tags=["t"])
@@ -21,6 +22,7 @@ tracker = start_trackers(config, run_id="run-1", process_index=0)
 tracker.log_hyperparameters({{"trainer": {{"seed": 3}}}})
 for step in (0, 5, 2):  # a step in the past is dropped, with one warning
     tracker.log({{"eval/loss": step + 0.5}}, step=step)
+tracker.log({{"samples": MetricsTable(columns=("prompt", "text", "score"), rows={table!r})}}, step=5)
 tracker.log_summary({{"tokens": 7}})
 open(sys.argv[1] + "/plan.txt", "w").close()
 tracker.log_artifact(sys.argv[1] + "/plan.txt", type="text")
@@ -32,7 +34,7 @@ def run_offline(tmp_path, mode):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_DIR": str(tmp_path)}
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(mode=mode), str(tmp_path)],
+        [sys.executable, "-c", PROGRAM.format(mode=mode, table=TABLE), str(tmp_path)],
         env=environment,
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
@@ -53,7 +55,9 @@ def test_without_a_key_the_run_is_offline(tmp_path):
     assert "step 2 is before the run's step 5" in done.stderr
     copy = json.loads((tmp_path / "copy" / "tracker_metrics.jsonl").read_text())
     assert copy["config"] == {"trainer": {"seed": 3}}
-    assert copy["summary"]["eval/loss"] == 5.5 and copy["summary"]["tokens"] == 7
+    assert copy["summary"]["eval/loss"] == 5.5 and copy["summary"]["tokens"] == 7 and "samples" not in copy["summary"]
+    (table,) = folder.glob("files/media/table/samples*.table.json")
+    assert json.loads(table.read_text()) == {"columns": ["prompt", "text", "score"], "data": TABLE}
 
 
 def test_modes(monkeypatch):
