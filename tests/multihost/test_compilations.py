@@ -61,7 +61,7 @@ def names(found: list[Heard], prefix: str) -> list[str]:
     return [name for name in found[0].names if name.startswith(prefix)]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_eval_lm(tmp_path, inputs, count):
     found = heard(tmp_path, count, inputs.eval_lm(tmp_path), inputs)
     check(found)
@@ -119,8 +119,8 @@ def test_generate(tmp_path, inputs, count, how):
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 7
 
 
-# Two processes train in make test as well: test_train.py here.
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_train_lm_saves_evaluates_exports_and_goes_on(tmp_path, inputs, count):
     def train(steps: int, attempt: str) -> list[Heard]:
         command = inputs.train_lm(

@@ -60,6 +60,7 @@ def as_processes(folder, model, inputs, count: int, *words: str) -> dict:
     return answers(folder)
 
 
+@pytest.mark.slow
 def test_two_processes_answer_what_one_does(tmp_path, inputs, model):
     one = as_processes(tmp_path / "one", model, inputs, 1, "--tasks", TASK_NAMES)
     assert one["requests"] == {"loglikelihood": 24, "loglikelihood_rolling": 6}

@@ -67,7 +67,8 @@ def test_exchanges_of_one_shape_compile_once(tmp_path):
         assert not any("up_proj" in name for name in each["compiled"])
 
 
-@pytest.mark.parametrize("limit", [pytest.param(1 << 30, marks=pytest.mark.slow), 6000])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1 << 30, 6000])
 def test_integers_scales_and_what_no_file_has(tmp_path, limit):
     """Contracted axes lie over the hosts: each scale is of numbers that no host has all of."""
     mapping = {"embed": "model", "mlp": "data", "vocab": None}

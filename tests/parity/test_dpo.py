@@ -226,6 +226,7 @@ def test_the_first_steps_are_trls(folder, tmp_path):
 LORA = {"type": "lora", "r": 4, "alpha": 8, "zero_init_b": True, "a_init_mode": "peft"}
 
 
+@pytest.mark.slow
 def test_three_references_are_one(folder, tmp_path):
     kinds = {
         "adapter_base": {"type": "adapter_base"},

@@ -50,7 +50,7 @@ def check(folders, name: str, mesh: str, *, scored: bool = False, **options):
     ("name", "mesh", "options"),
     [
         # Two runs of layers, windows, two rotary tables; then learned positions; experts.
-        ("gemma3", "group", {"allocation": "paged"}),
+        pytest.param("gemma3", "group", {"allocation": "paged"}, marks=pytest.mark.slow),
         ("gpt2", "2x4", {"steps": 4}),
         ("mixtral_window", "2x4", {}),
     ],

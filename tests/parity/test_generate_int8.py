@@ -121,6 +121,7 @@ def check_int8_cache(folders, monkeypatch, name: str, mesh: str, **options):
 
 
 # Two runs of layers, windows, two rotary tables, heads on two mesh axes.
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "options"), [("gemma3", "group", {"allocation": "paged"})])
 def test_an_int8_cache_is_torch_with_rounded_keys_and_values(name, mesh, options, folders, monkeypatch):
     check_int8_cache(folders, monkeypatch, name, mesh, **options)

@@ -157,6 +157,7 @@ def test_trackers_hear_lm_evals_names(made):
     assert told["model_name"] == "run, step 2" and told["levanter"]["requests"]["loglikelihood"] == 16
 
 
+@pytest.mark.slow
 def test_a_resumed_run_asks_on(tmp_path):
     """Whole weights this time: what is asked behind a resumption is what is asked without one."""
     base = tiny_llama(tmp_path / "base")
@@ -176,6 +177,7 @@ def test_a_resumed_run_asks_on(tmp_path):
             assert [len(each) for each in one.values()] == [len(each) for each in other.values()]
 
 
+@pytest.mark.slow
 def test_texts_between_steps_are_those_of_the_export(tmp_path):
     """A task that generates: every text is that of `eval_harness` over the exported model, one engine for all."""
     base = tiny_llama(tmp_path / "base")

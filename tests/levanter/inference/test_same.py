@@ -131,7 +131,7 @@ def test_texts_are_the_same_in_any_order(allocation, devices):
     "changes",
     [
         {"rows": 1, "kv_heads": 16},
-        {"rows": 3, "cache_dtype": "int8"},
+        pytest.param({"rows": 3, "cache_dtype": "int8"}, marks=pytest.mark.slow),
         pytest.param({"rows": 1, "steps": 8, "allocation": "paged"}, marks=pytest.mark.slow),
         pytest.param({"rows": 3, "kv_heads": 16, "steps": 8}, marks=pytest.mark.slow),
         pytest.param({"rows": 2, "kv_heads": 16, "axes": axes(data=2, model=2)}, marks=pytest.mark.slow),

@@ -82,8 +82,14 @@ def train_step(model, ids):
     return loss, jax.tree.map(lambda weight, gradient: weight - RATE * gradient, model, gradients)
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "scan"),
+    [
+        pytest.param(mesh, scan, marks=pytest.mark.slow if mesh == "8" and not scan else ())
+        for mesh in MESHES
+        for scan in (True, False)
+    ],
+)
 @pytest.mark.parametrize("toy", TOYS)
 def test_a_train_step_is_the_reference(toy, mesh, scan, devices):
     config = dataclasses.replace(TOYS[toy], scan_layers=scan)

@@ -195,6 +195,7 @@ def test_replace_starts_over(tmp_path, inputs, finished):
     assert len(BookResult.read(str(tmp_path / "out"))) < len(BookResult.read(str(finished))) / 2
 
 
+@pytest.mark.slow
 def test_several_books_are_one_load_and_each_is_its_own(tmp_path, inputs, capsys, caplog):
     (tmp_path / "short.txt").write_text(TEXT[:200])
     books = {

@@ -150,6 +150,7 @@ def test_the_compile_worker_finds_it_for_a_pod(place):
     assert verdict["exit_code"] == 0 and verdict["bytes"]["source"] == "compiled", verdict
 
 
+@pytest.mark.slow
 def test_training_from_nothing_by_its_type(place):
     model = {"type": "heron", "num_layers": 1, "calm": 0.25, "max_seq_len": 32}
     document = training(place, "scratch", model=model)

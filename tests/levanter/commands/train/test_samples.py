@@ -131,6 +131,7 @@ def killed(self, taken, state):
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_samples_of_a_resumed_run_are_those_of_its_checkpoints(base, tmp_path, monkeypatch):
     """Small, on one device: killed between a checkpoint and its samples, resumed, and compared with `generate`."""
     config = config_of(tmp_path, base, 1)

@@ -225,6 +225,7 @@ def test_other_frozen_weights_are_refused(trained, pretrained, tmp_path, devices
     assert str(tmp_path) in str(caught.value) and str(pretrained) in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_may_be_made_from_the_seed_or_come_from_a_checkpoint(tmp_path, devices):
     run = write_run(tmp_path / "whole", steps=2)
     keep = ("--trainer.checkpointer.keep", "[{every: 1}]")

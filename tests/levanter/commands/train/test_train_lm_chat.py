@@ -346,6 +346,7 @@ def test_upstreams_documents_of_sft(folder):
     assert sorted(found) == sorted(oracle.first_pair(record) for record in TALKS["train"])
 
 
+@pytest.mark.slow
 def test_upstreams_document_of_sft_with_an_adapter(folder, devices):
     """Old keys beside `adapter:`: the same rows and the same first loss, and adapters come of it."""
     beside = "adapter: {type: lora, r: 4, zero_init_b: true, a_init_mode: peft, modules_to_save: [norm]}\n"

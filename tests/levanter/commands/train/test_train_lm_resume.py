@@ -91,6 +91,7 @@ def begun(tmp_path_factory, devices):
     return folder, config, done, found
 
 
+@pytest.mark.slow
 def test_a_state_is_the_same_on_every_mesh(begun, devices):
     folder, _, done, _ = begun
     saved = CheckpointSource(done.checkpoint)
