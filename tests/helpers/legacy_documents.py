@@ -93,6 +93,11 @@ CASES = (
 
 
 @cache
+def newest() -> Mapping[str, Any]:
+    """The keys of marin-levanter 0.2.227, by its own classes: `tests/upstream/config_keys.py`."""
+    return json.loads((GOLDEN / "legacy" / "upstream_0_2_227.json").read_text())
+
+
 def june_2026() -> Mapping[str, Any]:
     """What the June-2026 generation's own classes say."""
     return json.loads((GOLDEN / "legacy" / "upstream_june_2026.json").read_text())

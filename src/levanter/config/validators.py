@@ -131,6 +131,7 @@ PositiveFraction: TypeAlias = Annotated[float, Range(0, 1, above=True)]
 Decay: TypeAlias = Annotated[float, Range(0, 1, below=True)]
 """The weight of the previous value in a moving average."""
 PathText: TypeAlias = Annotated[str, NotEmpty()]
+Duration: TypeAlias = Annotated[timedelta, Range(0, 100 * 365 * 86400)]
 PositiveDuration: TypeAlias = Annotated[timedelta, Range(0, 100 * 365 * 86400, above=True)]
 
 

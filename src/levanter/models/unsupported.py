@@ -100,6 +100,55 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "upcast_attn": True,
         "use_flash_attention": False,
     },
+    "modernbert": {
+        "max_seq_len": 8192,
+        "hidden_dim": 768,
+        "intermediate_dim": 1152,
+        "num_layers": 22,
+        "num_heads": 12,
+        "head_dim": None,
+        "layer_norm_epsilon": 1e-5,
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "decoder_bias": True,
+        "classifier_bias": False,
+        "activation_function": "gelu",
+        "classifier_activation": "gelu",
+        "global_attn_every_n_layers": 3,
+        "local_attention": 128,
+        "global_rope_theta": 160_000.0,
+        "local_rope_theta": 10_000.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "pad_token_id": 50283,
+        "attn_backend": "vanilla",
+        "upcast_attn": False,
+        "reference_checkpoint": "answerdotai/ModernBERT-base",
+        "tokenizer": None,
+    },
+    "snowball": {
+        "max_seq_len": 65536,
+        "vocab_size": 128256,
+        "hidden_dim": 2560,
+        "intermediate_dim": 1280,
+        "shared_expert_intermediate_dim": 2560,
+        "num_experts": 256,
+        "num_experts_per_token": 4,
+        "num_layers": 26,
+        "num_heads": 20,
+        "num_kv_heads": 5,
+        "head_dim": 128,
+        "sliding_window": 2048,
+        "layer_norm_eps": 1e-5,
+        "initializer_std": 0.0098821,
+        "qk_mult": 1.5703274004183787,
+        "rope": None,
+        "attention_implementation": None,
+        "moe_implementation": None,
+        "reference_checkpoint": None,
+        "tokenizer": None,
+    },
     "apertus": {
         "reference_checkpoint": "swiss-ai/Apertus-8B-2509",
         **_DECODER,
@@ -175,7 +224,7 @@ def _annotation(key: str, default: object) -> Annotation:
     """The type of a key, from its default if that determines it."""
     if key == "gradient_checkpointing":
         return bool | str | dict[str, Any]
-    if key == "rope":
+    if key == "rope" and default is not None:
         return RotaryConfig
     if isinstance(default, int | float) and not isinstance(default, bool):
         # Any number is accepted (no ranges): the values are never used

@@ -6,6 +6,7 @@ from levanter.tracker.base import Metrics as Metrics
 from levanter.tracker.base import MetricsTable as MetricsTable
 from levanter.tracker.base import NoopConfig as NoopConfig
 from levanter.tracker.base import NoopTracker as NoopTracker
+from levanter.tracker.base import TelemetryConfig as TelemetryConfig
 from levanter.tracker.base import Tracker as Tracker
 from levanter.tracker.base import TrackerConfig as TrackerConfig
 from levanter.tracker.composite import CompositeTracker as CompositeTracker

@@ -65,7 +65,21 @@ class TrackioTracker(Tracker):
 @TrackerConfig.register_subclass("trackio")
 @dataclass(frozen=True, kw_only=True)
 class TrackioConfig(TrackerConfig):
-    """Where and how to track with trackio; keys as upstream."""
+    """Where and how to track with trackio; keys as upstream.
+
+    Attributes:
+        project: the project of the run.
+        name: the run's name; default its id.
+        space_id: a space of the Hub that shows the run.
+        dataset_id: a data set of the Hub that stores it.
+        config: further values to record with the run.
+        mode: `online`, `offline` (a local database only) or `disabled`.
+        resume: how an existing run is resumed: `allow`, `must` or `never`; `auto` is `allow` for a run with a name or
+            an id, else `never`.
+        background: whether a background thread sends the metrics.
+        background_max_queue_size: the largest number of calls queued for that thread.
+        background_finish_timeout: how many seconds the run waits for that thread when it ends.
+    """
 
     project: str = "levanter"
     name: str | None = None
@@ -73,7 +87,7 @@ class TrackioConfig(TrackerConfig):
     dataset_id: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     mode: Literal["online", "offline", "disabled"] | None = None
-    resume: Literal["allow", "must", "never"] = "allow"
+    resume: Literal["auto", "allow", "must", "never"] = "allow"
     background: bool = True
     background_max_queue_size: PositiveInt = 10_000
     background_finish_timeout: NonNegativeFloat = 120.0
@@ -92,14 +106,16 @@ class TrackioConfig(TrackerConfig):
         except ModuleNotFoundError as error:
             raise ValueError("tracker `trackio` needs the package trackio: pip install trackio") from error
         offline = self.mode == "offline"
+        name = self.name or run_id
+        automatic = "never" if name is None else "allow"
         run = trackio.init(
             project=self.project,
-            name=self.name or run_id,
+            name=name,
             # Without a space trackio writes to a local database only, which is what offline means here.
             space_id=None if offline else self.space_id,
             dataset_id=None if offline else self.dataset_id,
             config=dict(self.config),
-            resume=self.resume,
+            resume=automatic if self.resume == "auto" else self.resume,
         )
         tracker = TrackioTracker(run)
         if not self.background:

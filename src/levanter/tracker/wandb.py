@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FORK = re.compile(r"([^?]+)\?_step=\d+", re.ASCII)
 ARTIFACT_NAME_LIMIT = 128
 """The service's limit on the length of an artifact's name."""
 
@@ -119,6 +120,8 @@ class WandbConfig(TrackerConfig):
         group: the experiment that the run belongs to.
         mode: `online`, `offline` or `disabled`; default $WANDB_MODE, else `online` if an API key is set.
         resume: how an existing run is resumed: `allow`, `must`, `never`, `auto`.
+        fork_from: `RUN?_step=N`: a new run that continues the curves of another one from that step; then `resume` is
+            not used, and a run that is started again leaves this key out.
         save_code: the folder whose code and git commit are saved, or whether to save the working directory's.
         save_xla_dumps: whether to save the folder that $XLA_FLAGS names in `--xla_dump_to`.
         replicate_path: a folder that gets `tracker_metrics.jsonl` (configuration and summary) at the end.
@@ -135,6 +138,7 @@ class WandbConfig(TrackerConfig):
     group: str | None = None
     mode: Literal["online", "offline", "disabled"] | None = None
     resume: bool | Literal["allow", "must", "never", "auto"] | None = "allow"
+    fork_from: str | None = None
     save_code: bool | str = True
     save_xla_dumps: bool = False
     replicate_path: str | None = None
@@ -147,6 +151,12 @@ class WandbConfig(TrackerConfig):
         # wandb uses it as a folder name.
         if self.id is not None and (problem := name_problem(self.id)) is not None:
             raise ValueError(f"id: {problem}")
+        if self.fork_from is not None:
+            match = _FORK.fullmatch(self.fork_from)
+            if match is None:
+                raise ValueError(f"fork_from: expected RUN?_step=N, like abc123?_step=500; got {self.fork_from!r}")
+            if match[1] == self.id:
+                raise ValueError(f"fork_from: {self.id} is this run's id; a fork needs an id of its own")
 
     def init(self, run_id: str | None) -> Tracker:
         import wandb
@@ -165,6 +175,8 @@ class WandbConfig(TrackerConfig):
                 # Set explicitly: the service would look for the repository in the working directory.
                 settings["git_root"] = code_dir
                 settings["git_commit"] = commit
+        # The service refuses a call with both.
+        how = {"resume": self.resume} if self.fork_from is None else {"fork_from": self.fork_from}
         run = wandb.init(
             entity=self.entity,
             project=self.project,
@@ -173,7 +185,7 @@ class WandbConfig(TrackerConfig):
             id=self.id or run_id,
             group=self.group,
             mode=mode,
-            resume=self.resume,
+            **how,
             save_code=self.save_code is not False,
             settings=wandb.Settings(**settings),
         )

@@ -12,6 +12,7 @@ from levanter.trainer.config_blocks import (
     ModelAveragingConfig,
     ProfileOptionsConfig,
     ProfilerConfig,
+    ProgressWatchdogConfig,
     WatchConfig,
 )
 
@@ -26,6 +27,7 @@ __all__ = [
     "ModelAveragingConfig",
     "ProfileOptionsConfig",
     "ProfilerConfig",
+    "ProgressWatchdogConfig",
     "TrainerConfig",
     "WatchConfig",
 ]

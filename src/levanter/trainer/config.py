@@ -22,6 +22,7 @@ from levanter.trainer.config_blocks import (
     CheckpointerConfig,
     ModelAveragingConfig,
     ProfilerConfig,
+    ProgressWatchdogConfig,
     WatchConfig,
     refuse,
 )
@@ -43,6 +44,7 @@ class TrainerConfig(Ranged):
         tracker: metric trackers: one or a list.
         watch: norms and histograms of gradients and parameters.
         profiler: a JAX profile of some train steps.
+        progress_watchdog: time limits of the training loop; none by default.
         crash_on_nan: whether a NaN loss ends the run.
         crash_on_inf: whether an infinite loss ends the run.
         allow_nonfinite: whether checkpoint weights with NaN or infinite values are accepted; otherwise they are
@@ -88,6 +90,7 @@ class TrainerConfig(Ranged):
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = field(default_factory=WandbConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    progress_watchdog: ProgressWatchdogConfig = field(default_factory=ProgressWatchdogConfig)
     crash_on_nan: bool = True
     crash_on_inf: bool = True
     allow_nonfinite: bool = False

@@ -10,7 +10,16 @@ from typing import Literal
 
 import draccus
 
-from levanter.config.validators import Count, Decay, PathText, PositiveDuration, PositiveFloat, PositiveInt, Ranged
+from levanter.config.validators import (
+    Count,
+    Decay,
+    Duration,
+    PathText,
+    PositiveDuration,
+    PositiveFloat,
+    PositiveInt,
+    Ranged,
+)
 
 WatchTarget = Literal["grads", "params", "opt_state", "updates"]
 
@@ -129,6 +138,8 @@ class ProfilerConfig(Ranged):
         start_step: the first profiled step.
         num_steps: the number of profiled steps.
         perfetto_link: whether the run waits for the trace to be opened through a link.
+        create_perfetto_trace: whether a file for the Perfetto viewer is written beside the profile.
+        process_index: the process that is profiled; null for all of them.
         profile_options: options of the JAX profiler.
     """
 
@@ -136,7 +147,31 @@ class ProfilerConfig(Ranged):
     start_step: Count = 5
     num_steps: PositiveInt = 25
     perfetto_link: bool = False
+    create_perfetto_trace: bool = False
+    process_index: Count | None = None
     profile_options: ProfileOptionsConfig = field(default_factory=ProfileOptionsConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressWatchdogConfig(Ranged):
+    """Time limits of the training loop; a run that passes one writes its stacks and ends with exit code 5.
+
+    Attributes:
+        step_timeout: the longest time that one step may take; null for no limit.
+        process_timeout: the longest time without progress (the end of a step, the start or end of an evaluation or a
+            checkpoint); null for no limit.
+        startup_timeout: the longest time from the start of the loop to the end of its first step, which compiles; null
+            for no limit.
+        startup_grace_period: the time from the end of the first step in which `step_timeout` and `process_timeout` do
+            not apply.
+        diagnostic_timeout: the longest time that writing the stacks may take; null for 30 seconds.
+    """
+
+    step_timeout: PositiveDuration | None = None
+    process_timeout: PositiveDuration | None = None
+    startup_timeout: PositiveDuration | None = None
+    startup_grace_period: Duration = timedelta(hours=1)
+    diagnostic_timeout: PositiveDuration | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

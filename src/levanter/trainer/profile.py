@@ -69,18 +69,27 @@ class Profile:
         if self._running:
             self._end()
 
+    @property
+    def _records(self) -> bool:
+        return self.config.process_index in (None, jax.process_index())
+
     def _start(self, step: int) -> None:
+        self._running = True
+        if not self._records:
+            return
         logger.info("profiling steps %d to %d", step, self.stop - 1)
         jax.profiler.start_trace(
             str(self.folder),
             create_perfetto_link=self.config.perfetto_link,
+            create_perfetto_trace=self.config.create_perfetto_trace,
             profiler_options=options(self.config.profile_options),
         )
-        self._running = True
 
     def _end(self) -> None:
         # First, so that a failure to write is not followed by a second attempt in `__exit__`.
         self._running = False
+        if not self._records:
+            return
         jax.profiler.stop_trace()
         logger.info("profile: %s", self.folder)
         self.done(self.folder)

@@ -20,7 +20,9 @@ from levanter.upstream.names import NAMES
 from levanter.upstream.unsupported.entry_points import ABSENT
 from levanter.upstream.unsupported.names import GONE_IN, GONE_MODULES
 
-_OF = {"z_loss_weight": "`train_lm`", "max_eval_length": "`eval_lm`", "drain_seconds": "`serve`"}
+_OF = {"z_loss_weight": "`train_lm`", "max_eval_length": "`eval_lm`", "drain_seconds": "`serve`"} | {
+    "max_shard_bytes": "`export_lm_to_hf`"
+}
 """A key of an entry point alone → the entry point; see `NotCarried.entry_point_keys`."""
 # Non-greedy up to the next end marker, so that several tables of one document are replaced separately.
 _PLACE = re.compile(r"(?P<begin><!-- table: (?P<name>[a-z-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)

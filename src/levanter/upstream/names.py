@@ -59,6 +59,7 @@ _OLD_DATA = {
     "HfSingleDatasetLMConfig": f"{_DATA}:OldDataConfig",
     "UrlDatasetSourceConfig": "levanter.data:UrlDatasetSource",
     "HfDatasetSourceConfig": "levanter.data:HfDatasetSource",
+    "LMDatasetSourceConfig": "levanter.data.sources:DatasetSourceBase",
     "LmDatasetSourceConfigBase": "levanter.data.sources:DatasetSourceBase",
     "LMDatasetConfig": f"{_DATA}:OldDataConfig",
     "SingleDatasetLMConfig": f"{_DATA}:OldDataConfig",
@@ -208,10 +209,13 @@ _MODULE_NAMES: Mapping[str, Mapping[str, str]] = {
         "NoopTracker": "levanter.tracker:NoopTracker",
     },
     "levanter.tracker.tracker_fns": _GLOBAL_TRACKER,
+    "levanter.tracker.telemetry": {"TelemetryConfig": "levanter.tracker:TelemetryConfig"},
     "levanter.callbacks": {
+        "ProgressWatchdogConfig": "levanter.trainer:ProgressWatchdogConfig",
         "profiler": "levanter.callbacks.profiler",
         "watch": "levanter.callbacks.watch",
     },
+    "levanter.callbacks.progress_watchdog": {"ProgressWatchdogConfig": "levanter.trainer:ProgressWatchdogConfig"},
     "levanter.callbacks.watch": {"WatchConfig": "levanter.trainer:WatchConfig"},
     "levanter.callbacks.profiler": {"ProfilerConfig": "levanter.trainer:ProfilerConfig"},
     "levanter.optim": {"RMSPropMomentumConfig": "levanter.optim:RmsPropConfig"},
@@ -230,6 +234,7 @@ _MODULE_NAMES: Mapping[str, Mapping[str, str]] = {
         "TaskConfig": "levanter.eval.harness.config:HarnessTaskConfig",
         "EvalHarnessMainConfig": "levanter.main.eval_harness:EvalHarnessConfig",
     },
+    "levanter.eval_harness_config": {"TaskConfig": "levanter.eval.harness.config:HarnessTaskConfig"},
     "levanter.utils.mesh": {"MeshConfig": "levanter.mesh:MeshConfig"},
     "levanter.mesh.config:MeshConfig": {
         "axis_shapes": f"{_MESH}:axis_shapes",
@@ -261,6 +266,7 @@ _MODULE_NAMES: Mapping[str, Mapping[str, str]] = {
             "compute_n_values_for_pz_and_p_list",
         )
     },
+    "levanter.main.cache_dataset": {"RayCachedLMDatasetConfig": "levanter.main.cache_dataset:CacheDatasetConfig"},
     "levanter.main.export_hf_to_lm": {"ImportHfConfig": f"{_ABSENT}:ExportHfToLmConfig"},
     "levanter.main.perplexity_gap": {
         "GapFinderConfig": f"{_GAP}:PerplexityGapConfig",

@@ -38,6 +38,7 @@ _ATTENTION = {
     "AttentionConfig": f"{_LAYERS}:OldAttentionConfig",
 }
 
+_FLASH = _all(_LAYERS, "BLOCK_SIZE flash_attention")
 _AVERAGES = _all("levanter.trainer", "EmaDecaySqrtConfig EmaModelAveragingConfig ModelAveragingConfig")
 
 TOOL_NAMES: Mapping[str, Mapping[str, str]] = {
@@ -93,11 +94,12 @@ TOOL_NAMES: Mapping[str, Mapping[str, str]] = {
     "levanter.layers": _ATTENTION,
     "levanter.layers.attention": {
         **_ATTENTION,
-        **_all(_LAYERS, "default_attention_type"),
+        **_all(_LAYERS, "default_attention_type materialize_mask"),
     },
     "levanter.layers.attention.mask:AttentionMask": _all(_CALLS, "causal_offset segment_ids"),
     "levanter.models.attention": {**_ATTENTION, **_all(_LAYERS, "materialize_mask")},
-    "levanter.models.flash_attention": _all(_LAYERS, "BLOCK_SIZE flash_attention"),
+    "levanter.layers.flash_attention": _FLASH,
+    "levanter.models.flash_attention": _FLASH,
     "levanter.models.llama": {
         **_all(_LAYERS, "LlamaAttention LlamaDecoderLayer LlamaRMSNorm LlamaRotaryEmbedding"),
         "_apply_rotary_pos_emb": f"{_LAYERS}:apply_rotary_pos_emb",

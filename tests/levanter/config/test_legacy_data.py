@@ -256,3 +256,15 @@ def test_supervised_data_is_evaluated_and_not_trained_on():
         parse_text(TrainLmConfig, "supervised_data: {a: {urls: [x]}}")
     with pytest.raises(ConfigError, match="supervised_data: expected a source, or sources by name, got 3"):
         parse_text(TrainLmConfig, "supervised_data: 3")
+
+
+def test_what_happens_to_long_conversations_has_the_name_of_a_newer_upstream():
+    text = "data: {components: {a: {format: {type: %s, slice_strategy: drop}}}}"
+    assert parse_text(TrainLmConfig, text % "chat").data.components["a"].format.overlength == "drop"
+    changes, problems = lines(text % "chat")
+    assert not problems and "a.format.slice_strategy: drop → data.components.a.format.overlength: drop" in changes[0]
+    assert lines(text % "preference_chat") == ([], [])
+    with pytest.raises(ConfigError, match=r"slice_strategy: contradicts `data\.components\.a\.format\.overlength`"):
+        parse_text(
+            TrainLmConfig, "data: {components: {a: {format: {type: chat, slice_strategy: drop, overlength: left}}}}"
+        )

@@ -4,12 +4,13 @@ from dataclasses import is_dataclass
 from typing import Any, get_args
 
 import pytest
-from helpers.legacy_documents import june_2026
+from helpers.legacy_documents import june_2026, newest
 
 from levanter.commands.serve.config import ServeConfig
 from levanter.config.errors import Mark
 from levanter.config.schema import choice_names, config_fields, union_members
 from levanter.config.upstream import TABLE, old_keys, translate
+from levanter.config.upstream.data import CHAT_SLICE
 from levanter.config.upstream.preferences import PREFERENCE_KEYS, TRAIN_DPO
 from levanter.config.upstream.serving import AT_THE_TOP, SERVER_KEYS
 from levanter.config.upstream.sft import MIXTURE, SFT_KEYS
@@ -17,6 +18,7 @@ from levanter.config.upstream.unsupported import unsupported_rows
 from levanter.config.yaml_nodes import MapNode, from_plain
 from levanter.data import DatasetComponentBase, LmDatasetFormatBase
 from levanter.data.sources import DatasetSourceBase
+from levanter.models import LmConfig
 from levanter.optim import OptimizerConfig
 from levanter.tracker import TrackerConfig
 from levanter.upstream.migrate import config_class
@@ -89,6 +91,8 @@ KEYS_2025 = {
 BOTH = {path: keys.split() for path, keys in KEYS_2025.items()}
 for _path, _keys in june_2026()["entry_points"].items():
     BOTH[_path] = list(dict.fromkeys([*BOTH.get(_path, []), *_keys]))
+NEWEST = newest()["entry_points"]
+ALL_KEYS = {path: list(dict.fromkeys([*BOTH.get(path, []), *NEWEST.get(path, [])])) for path in {**BOTH, **NEWEST}}
 
 
 def here(path: str) -> tuple[type, tuple[str, ...]]:
@@ -112,7 +116,7 @@ def here(path: str) -> tuple[type, tuple[str, ...]]:
     return cls, tuple(rest)
 
 
-@pytest.mark.parametrize("path", sorted(BOTH))
+@pytest.mark.parametrize("path", sorted(ALL_KEYS))
 def test_every_key_is_known(path: str):
     cls, block = here(path)
     known = {*config_fields(cls), *old_keys(tuple("x" if part == "*" else part for part in block)), "type"}
@@ -120,12 +124,13 @@ def test_every_key_is_known(path: str):
     if not block:
         known |= {row.name for row in TABLE if row.block == ""} | {row.block for row in TABLE}
         known |= {"configs", "validation_urls"}
-    assert [key for key in BOTH[path] if key not in known] == []
+    assert [key for key in ALL_KEYS[path] if key not in known] == []
 
 
 @pytest.mark.parametrize(
     ("registry", "theirs"),
     [
+        (LmConfig, "models"),
         (OptimizerConfig, "optimizers"),
         (TrackerConfig, "trackers"),
         (LmDatasetFormatBase, "formats"),
@@ -135,9 +140,11 @@ def test_every_key_is_known(path: str):
 )
 def test_every_choice_and_its_keys_are_known(registry: Any, theirs: str):
     ours = {name: registry.get_choice_class(name) for name in choice_names(registry)}
-    for name, keys in june_2026()[theirs].items():
-        assert name in ours
-        assert [key for key in keys if key not in config_fields(ours[name])] == [], name
+    listed = {(name, key) for data in (june_2026(), newest()) for name, keys in data[theirs].items() for key in keys}
+    block = {"trackers": ("trainer", "tracker"), "formats": ("data", "components", "a", "format"), "models": ("model",)}
+    for name, key in sorted(listed):
+        read = {*config_fields(ours[name]), *unsupported_rows(block.get(theirs, ("?",)), ())}
+        assert key in read or key in old_keys(block.get(theirs, ("?",))), f"{name}.{key}"
 
 
 def test_no_row_of_the_table_is_silent():
@@ -161,8 +168,8 @@ def test_no_row_of_the_table_is_silent():
         "trainer": lambda row: {"trainer": {row.name: {} if row.name == "wandb" else "5"}},
     }
     for row in TABLE:
-        if row.path == "data.shuffle":
-            continue  # this row is about its absence: test_legacy_data.py
+        if row.path == "data.shuffle" or row is CHAT_SLICE:
+            continue  # about its absence; of a chat format alone: test_legacy_data.py
         # What a server's document has at its top is nobody else's.
         serves = config_fields(ServeConfig) if row in SERVER_KEYS else ()
         document = {"temperature": 0.5, "seed": 5}.get(row.name) if row in AT_THE_TOP else None

@@ -348,7 +348,7 @@ def test_values_that_cannot_be_understood(line: str, message: str):
 def test_old_keys_are_known_by_block():
     assert "fsdp_axis" in old_keys(("trainer",))
     assert old_keys(("model",)) == ("seq_len",)
-    assert old_keys(("data", "components", "web", "format")) == ("input_field", "output_field")
+    assert old_keys(("data", "components", "web", "format")) == ("input_field", "output_field", "slice_strategy")
     assert "base_eval" in old_keys(()) and "fsdp_axis" not in old_keys(())
 
 

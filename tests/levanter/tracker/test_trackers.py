@@ -86,6 +86,7 @@ def test_blocks_parse_as_upstream_writes_them():
         "json_logger",
         "json_file",
         "noop",
+        "telemetry",
     }
 
 
@@ -232,6 +233,15 @@ def test_trackio_receives_the_calls(monkeypatch):
     assert run.config == {"a": 1, "seed": 3}
     assert run.calls == [({"x": 2.0}, 5), ({"summary/tokens": 7}, None), "finish"]
     assert isinstance(TrackioConfig(mode="disabled").init(None), NoopTracker)
+    automatic = TrackioConfig(resume="auto", background=False)
+    assert automatic.init("run-7").run.arguments["resume"] == "allow"
+    assert automatic.init(None).run.arguments["resume"] == "never"
+
+
+def test_telemetry_of_upstreams_cluster_records_nothing_and_says_so(caplog):
+    config = draccus.decode(TrackerConfig, {"type": "telemetry"})
+    assert isinstance(config.init("run"), NoopTracker)
+    assert "records nothing" in caplog.text
 
 
 def test_a_list_goes_to_all_and_one_failure_stops_none():

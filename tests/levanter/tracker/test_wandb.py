@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 
@@ -77,6 +78,26 @@ def test_modes(monkeypatch):
     with pytest.raises(ValueError, match="'onlin'; expected online, offline or disabled"):
         WandbConfig()._mode()
     assert isinstance(WandbConfig(mode="disabled").init("run"), NoopTracker)
+
+
+def test_a_fork_starts_from_a_step_of_another_run(monkeypatch):
+    """The service refuses `fork_from` and `resume` in one call."""
+    calls = []
+
+    class Run:
+        summary: ClassVar[dict] = {}
+        dir = "/runs/1/files"
+
+    monkeypatch.setattr("wandb.init", lambda **keys: calls.append(keys) or Run())
+    WandbConfig(mode="offline", fork_from="old?_step=500", save_code=False, background=False).init("new")
+    WandbConfig(mode="offline", save_code=False, background=False).init("new")
+    assert calls[0]["fork_from"] == "old?_step=500" and "resume" not in calls[0]
+    assert calls[1]["resume"] == "allow" and "fork_from" not in calls[1]
+    for wrong in ("old", "old?_step=", "?_step=5", "old?_step=-1", "old?_step=1x"):
+        with pytest.raises(ValueError, match=r"fork_from: expected RUN\?_step=N"):
+            WandbConfig(fork_from=wrong)
+    with pytest.raises(ValueError, match="an id of its own"):
+        WandbConfig(id="old", fork_from="old?_step=1")
 
 
 def test_long_artifact_names_stay_distinct():

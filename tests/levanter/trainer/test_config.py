@@ -47,7 +47,7 @@ UPSTREAM_KEYS = """
     per_device_eval_parallelism allow_nondivisible_batch_size num_train_steps steps_per_eval
     max_eval_batches checkpointer load_checkpoint load_checkpoint_path initialize_from
     allow_partial_checkpoint jax_config jax_compilation_cache_dir distributed require_accelerator
-    shutdown_at_exit
+    shutdown_at_exit progress_watchdog xla_dump_upload
 """
 
 
@@ -145,7 +145,7 @@ def test_trackers_by_type_and_by_default():
     assert trainer("tracker: {type: noop}").trackers == (NoopConfig(),)
     assert refused("tracker: {type: wand}") == [
         "run.yaml:2: trainer.tracker.type: unknown type `wand`; did you mean `wandb`? "
-        "(known: json_file, json_logger, noop, tensorboard, trackio, wandb)"
+        "(known: json_file, json_logger, noop, telemetry, tensorboard, trackio, wandb)"
     ]
 
 

@@ -1,9 +1,11 @@
 """The watchdog: when a step is taken to hang, and what is written then."""
 
 import threading
+from datetime import timedelta
 
 import pytest
 
+from levanter.trainer.config_blocks import ProgressWatchdogConfig
 from levanter.trainer.report import StepReport
 from levanter.trainer.watchdog import Watchdog
 
@@ -119,3 +121,59 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_end_a_run(tmp_path, now
         step(dog, now, number, 1.0)
     now[0] += 11.0
     assert dog.look() and dog.dumps == 0
+
+
+def limited(tmp_path, now, **limits):
+    """A watchdog that notes exit codes instead of ending the process."""
+    codes: list[int] = []
+    config = ProgressWatchdogConfig(**{name: timedelta(seconds=seconds) for name, seconds in limits.items()})
+    dog = Watchdog(file=tmp_path / "stacks.txt", limits=config, terminate=codes.append, tick=0.01, clock=lambda: now[0])
+    return dog, codes
+
+
+def test_no_limit_is_set_by_default(tmp_path, now):
+    dog, _ = limited(tmp_path, now)
+    now[0] += 1e9
+    assert dog.overdue() is None
+    step(dog, now, 0, 1.0)
+    now[0] += 1e9
+    assert dog.overdue() is None
+
+
+def test_the_first_step_has_a_limit_of_its_own(tmp_path, now):
+    dog, _ = limited(tmp_path, now, startup_timeout=100, step_timeout=1, startup_grace_period=0)
+    now[0] += 99.0
+    assert dog.overdue() is None
+    now[0] += 1.0
+    assert "the first step has not ended after 100 s, and trainer.progress_watchdog.startup_timeout" in dog.overdue()
+    step(dog, now, 0, 0.5)
+    assert dog.overdue() is None
+
+
+def test_a_step_and_a_pause_have_their_limits_after_the_grace_period(tmp_path, now):
+    dog, _ = limited(tmp_path, now, step_timeout=10, process_timeout=50, startup_grace_period=100)
+    step(dog, now, 0, 1.0)
+    now[0] += 99.0
+    assert dog.overdue() is None
+    step(dog, now, 1, 1.0)
+    now[0] += 9.0
+    assert dog.overdue() is None
+    now[0] += 1.0
+    assert "step_timeout is 10 s" in dog.overdue()
+    with dog.resting():
+        now[0] += 49.0
+        assert dog.overdue() is None
+        now[0] += 1.0
+        assert "no progress since step 2 after 50 s" in dog.overdue()
+    # The end of a pause is progress, and a step begins.
+    now[0] += 9.0
+    assert dog.overdue() is None
+
+
+def test_a_run_that_passes_a_limit_leaves_its_stacks_and_exit_code_5(tmp_path, now):
+    dog, codes = limited(tmp_path, now, step_timeout=10, startup_grace_period=0)
+    with dog:
+        step(dog, now, 0, 1.0)
+        now[0] += 10.0
+        dog._thread.join(30)
+    assert codes == [5] and "step_timeout" in dog.file.read_text()

@@ -32,7 +32,8 @@ from levanter.data.train_builder import bos_notes
 from levanter.models.registry import LmConfig
 from levanter.optim import OptimizerConfig
 from levanter.optim.groups import describe_groups
-from levanter.runplan import BAD_INPUT, Check, RunRefused
+from levanter.runplan import BAD_INPUT, Check, RunRefused, Target
+from levanter.trainer.config_blocks import ProfilerConfig
 from levanter.trainer.frozen_identity import FrozenPart, check_partition, under_model
 from levanter.trainer.train_state import MODEL, OPTIMIZER
 
@@ -202,6 +203,16 @@ def group_checks(optimizer: OptimizerConfig, parameters: PyTree) -> list[Check]:
         return []
     lines = describe_groups(optimizer.groups, parameters)
     return [Check(name="parameter group", status="ok", message=line) for line in lines]
+
+
+def profiler_checks(profiler: ProfilerConfig, target: Target) -> list[Check]:
+    """An error if the process that is to be profiled does not exist."""
+    index = profiler.process_index
+    if not profiler.enabled or index is None or index < target.hosts:
+        return []
+    last = f"0 to {target.hosts - 1}" if target.hosts > 1 else "0 alone"
+    error = ValueError(f"trainer.profiler.process_index: {index}, but the processes of this run are {last}")
+    return [Check(name="profiler", status="error", message=str(error), error=error)]
 
 
 def refuse_kernels(optimizer: OptimizerConfig, model: LmConfig) -> None:

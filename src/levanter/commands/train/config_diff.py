@@ -52,7 +52,8 @@ REPORTED = _keys(
 SILENT = _keys(
     "data.cache_dir data.cache_options data.auto_build_caches eval_harness eval_harness_steps labeled_eval plan",
     "generation sample_every sample_prompts",
-    "trainer.id trainer.log_dir trainer.watch trainer.profiler trainer.per_device_eval_parallelism",
+    "trainer.id trainer.log_dir trainer.watch trainer.profiler trainer.progress_watchdog",
+    "trainer.per_device_eval_parallelism",
     "trainer.steps_per_eval trainer.max_eval_batches trainer.load_checkpoint trainer.load_checkpoint_path",
     "trainer.allow_partial_checkpoint trainer.resume_with_changes trainer.jax_compilation_cache_dir",
     "trainer.distributed trainer.require_accelerator",

@@ -16,7 +16,7 @@ from haliax_ext.saving import saving_programs
 from levanter.commands.model.sharding import plan_weight_loading, vocabulary_axis
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.train.adapters import frozen_base, open_initial_adapters, plan_peft_export, resolve_adapters
-from levanter.commands.train.checks import group_checks, run_dir_checks
+from levanter.commands.train.checks import group_checks, profiler_checks, run_dir_checks
 from levanter.commands.train.frozen import frozen_part, head_notes, partition_notes, spared_flops
 from levanter.commands.train.lm.lm_eval_hook import find_harness
 from levanter.commands.train.monitoring import run_facts
@@ -88,6 +88,7 @@ def describe_training(task: TrainingTask, target: Target, *, written: ExplicitKe
     state_plan = run.state_plan
     part = frozen_part(config.trainer, state_plan, begun_from=config.pretrained or config.begun_from_checkpoint)
     checks += [*partition_notes(state_plan), *head_notes(state_plan), *group_checks(config.optimizer, run.state.model)]
+    checks += profiler_checks(config.trainer.profiler, target)
     # The largest microbatch needs the most memory for the head and the activations.
     largest = max((stage.plan for stage in run.batches), key=lambda plan: plan.microbatch)
     checks.append(Check(name="output head", status="note", message=str(run.head(largest.microbatch))))

@@ -107,7 +107,7 @@ def build_instruments(
             more=numbers,
         ),
         watch=watch,
-        watchdog=Watchdog(file=folder / f"stacks-{jax.process_index()}.txt"),
+        watchdog=Watchdog(file=folder / f"stacks-{jax.process_index()}.txt", limits=trainer.progress_watchdog),
         profile=None if not trainer.profiler.enabled else _profile(plan, folder, session.tracker),
         tracker=session.tracker,
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 from levanter.config.errors import Mark, Problem
 from levanter.config.upstream.changes import Change, Draft, OldKey
-from levanter.config.upstream.data import DATA_KEYS, FLAT_KEYS, FORMAT_KEYS, translate_data
+from levanter.config.upstream.data import CHAT_SLICE, DATA_KEYS, FLAT_KEYS, FORMAT_KEYS, translate_data
 from levanter.config.upstream.entry_points import ENTRY_POINT_KEYS, translate_entry_points
 from levanter.config.upstream.memorization import MEMORIZATION_KEYS, translate_memorization
 from levanter.config.upstream.model import INNER_MODEL_KEYS, MODEL_KEYS, translate_model, translate_row_length
@@ -37,6 +37,7 @@ TABLE: tuple[OldKey, ...] = (
     *DATA_KEYS,
     *FLAT_KEYS,
     *FORMAT_KEYS,
+    CHAT_SLICE,
     *MEMORIZATION_KEYS,
     *ENTRY_POINT_KEYS,
     *SERVER_KEYS,

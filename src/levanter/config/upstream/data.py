@@ -7,7 +7,7 @@ shuffle by default; the new one does, so `shuffle: false` is written explicitly.
 
 from levanter.config.errors import did_you_mean
 from levanter.config.upstream.changes import Change, Draft, Keys, OldKey, inline
-from levanter.config.yaml_nodes import Entry, MapNode, Node, Scalar, from_plain
+from levanter.config.yaml_nodes import Entry, MapNode, Node, Scalar, from_plain, to_plain
 
 DATA: Keys = ("data",)
 SINGLE = "train"
@@ -50,6 +50,12 @@ FORMAT_KEYS = (
         why="the keys of supervised records were renamed",
         default="response",
     ),
+)
+CHAT_SLICE = OldKey(
+    block="data.components.*.format",
+    name="slice_strategy",
+    new="overlength (of a chat format)",
+    why="it decides what happens to conversations longer than a row",
 )
 
 
@@ -240,6 +246,10 @@ def _renamed_formats(draft: Draft) -> None:
             entry = draft.entry((*block, row.name))
             if entry is not None:
                 draft.move(row, entry, block, [((*block, row.new), entry.node)])
+        kind, entry = draft.entry((*block, "type")), draft.entry((*block, CHAT_SLICE.name))
+        # Formats of preferences have this key today.
+        if entry is not None and kind is not None and to_plain(kind.node) == "chat":
+            draft.move(CHAT_SLICE, entry, block, [((*block, "overlength"), entry.node)])
 
 
 def _set_shuffle(draft: Draft, block: MapNode) -> None:

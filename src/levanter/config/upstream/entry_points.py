@@ -38,12 +38,16 @@ PAGES = OldKey(
 LOGPROBS = OldKey(block="engine", name="enable_logprobs", new="", why="log-probabilities are requested per request")
 SERVICE_PAGES = replace(PAGES, block="server.service")
 SERVICE_LOGPROBS = replace(LOGPROBS, block="server.service")
-ENTRY_POINT_KEYS = (TRAIN_LENGTH, HARNESS_LENGTH, TASK_TARGET, PAGES, LOGPROBS, SERVICE_PAGES, SERVICE_LOGPROBS)
+EXPORT_DTYPE = OldKey(block="", name="export_dtype", new="dtype", why="it sets the dtype of the exported weights")
+SHARD_SIZE = OldKey(block="", name="max_shard_size", new="max_shard_bytes", why="the size of a weights file in bytes")
+_RENAMED = (EXPORT_DTYPE, SHARD_SIZE, TRAIN_LENGTH)
+ENTRY_POINT_KEYS = (*_RENAMED, HARNESS_LENGTH, TASK_TARGET, PAGES, LOGPROBS, SERVICE_PAGES, SERVICE_LOGPROBS)
 
 
 def translate_entry_points(draft: Draft) -> None:
     """Translates the old keys that only one entry point has."""
-    _rename(draft, TRAIN_LENGTH, ())
+    for row in _RENAMED:
+        _rename(draft, row, ())
     _rename(draft, HARNESS_LENGTH, HARNESS)
     _tasks(draft)
     _engine(draft, ENGINE, PAGES, LOGPROBS)

@@ -7,10 +7,11 @@ key to its class and remove its row.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from levanter.config.upstream.changes import Keys, removed
-from levanter.config.yaml_nodes import MapNode, to_plain
+from levanter.config.upstream.changes import Keys
+from levanter.config.yaml_nodes import ListNode, MapNode, to_plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,9 @@ class NotCarried:
         why: the reason, or the replacement.
         refused: whether a request for it is an error; otherwise the run logs that it has no effect.
         entry_point_keys: top-level keys that identify the entry points with this key; one of them suffices.
+        neutral: values that request nothing, besides null, false, `none` and what is empty.
+        of_type: the `type:` of the mapping that has the key; "" for any.
+        opt_in: whether the key is a block that requests something only with `enabled: true`.
     """
 
     block: str
@@ -30,6 +34,9 @@ class NotCarried:
     why: str
     refused: bool = True
     entry_point_keys: tuple[str, ...] = ()
+    neutral: tuple[object, ...] = ()
+    of_type: str = ""
+    opt_in: bool = False
 
     @property
     def key(self) -> str:
@@ -38,8 +45,8 @@ class NotCarried:
 
     @property
     def path(self) -> Keys:
-        """Its path in a document."""
-        return (*filter(None, (self.block,)), self.name)
+        """Its path in a document; `*` is any key of a mapping."""
+        return (*filter(None, self.block.split(".")), self.name)
 
     @property
     def message(self) -> str:
@@ -55,7 +62,13 @@ class NotCarried:
 
 _HLO = "`levanter.main.plan … --keep_hlo FOLDER` writes the programs"
 _LATER = "not supported yet; set it to false"
-_TRAIN, _EVAL, _SERVE = "z_loss_weight", "max_eval_length", "drain_seconds"
+_TRAIN, _EVAL, _SERVE, _EXPORT = "z_loss_weight", "max_eval_length", "drain_seconds", "max_shard_bytes"
+_ONE_AT_A_TIME = "tensors are written one after another; the plan shows the memory that this takes"
+_PHASES = (
+    "not supported: a stage with another length is a run of its own, from the export of the previous one; leave it out"
+)
+_CATALOG = "upstream's token caches are not read; leave it out, and name sources, or `cache_dir` of components"
+_ROUTER = "not supported: only the selected experts contribute to the router's gradient; leave it out"
 
 NOT_CARRIED: tuple[NotCarried, ...] = (
     NotCarried(block="", name="log_entropy", why=_LATER, entry_point_keys=(_TRAIN, _EVAL)),
@@ -101,6 +114,49 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
     ),
     NotCarried(block="trainer", name="log_jaxprs", why=_HLO, refused=False),
     NotCarried(block="trainer", name="log_xla_hlo", why=_HLO, refused=False),
+    NotCarried(
+        block="trainer",
+        name="xla_dump_upload",
+        why="the tracker's `save_xla_dumps` saves the folder that $XLA_FLAGS names in `--xla_dump_to`",
+        refused=False,
+        opt_in=True,
+    ),
+    NotCarried(
+        block="trainer.profiler",
+        name="upload",
+        why="a profile stays in `trainer.log_dir`, which the run prints",
+        refused=False,
+    ),
+    NotCarried(
+        block="trainer.checkpointer",
+        name="write",
+        why="checkpoints are written by Orbax, each array by the hosts that hold it",
+        refused=False,
+    ),
+    NotCarried(
+        block="trainer.tracker",
+        name="service_teardown_timeout",
+        why="`background_finish_timeout` limits how long the end of a run waits for wandb",
+        refused=False,
+        of_type="wandb",
+    ),
+    *(
+        NotCarried(block=block, name=name, why=why)
+        for block in ("data", "lm_validation_data")
+        for name, why in (("cache_catalog", _CATALOG), ("prior_context_phases", _PHASES))
+    ),
+    *(NotCarried(block=block, name="dense_router_gradient", why=_ROUTER) for block in ("model", "*.model")),
+    NotCarried(
+        block="",
+        name="checkpoint_subpath",
+        why="our checkpoints have the model under `model`; leave it out",
+        entry_point_keys=(_EXPORT,),
+        neutral=("model",),
+    ),
+    *(
+        NotCarried(block="", name=name, why=_ONE_AT_A_TIME, refused=False, entry_point_keys=(_EXPORT,))
+        for name in ("export_host_budget_bytes", "max_concurrent_shards")
+    ),
 )
 """Every such key, in the order in which they are reported."""
 
@@ -108,13 +164,22 @@ NOT_CARRIED: tuple[NotCarried, ...] = (
 def unsupported_rows(path: Keys, takes: Collection[str]) -> Mapping[str, NotCarried]:
     """The rows of the mapping at `path` by name, for a document whose class takes the keys `takes` at the top."""
     # Rows are looked up by the mapping that contains the key, for hints about misspelt keys as well.
-    rows = (row for row in NOT_CARRIED if row.path[:-1] == path)
+    rows = (row for row in NOT_CARRIED if _matches(row.path[:-1], path))
     return {row.name: row for row in rows if path or row.applies_to(takes)}
 
 
-def is_requested(value: object) -> bool:
-    """Whether a value requests the option."""
-    return value not in (None, False, "none", "")
+def _matches(block: Keys, path: Keys) -> bool:
+    return len(block) == len(path) and all(part in ("*", key) for part, key in zip(block, path, strict=True))
+
+
+def is_requested(value: object, row: NotCarried | None = None) -> bool:
+    """Whether a value requests the option of a row."""
+    if row is not None and value in row.neutral:
+        return False
+    if isinstance(value, Mapping):
+        enabled = value.get("enabled", row is None or not row.opt_in)
+        return bool(value) and enabled not in (False, None)
+    return value not in (None, False, "none", "", [], ())
 
 
 def remove_unsupported(document: MapNode, takes: Collection[str]) -> tuple[MapNode, tuple[NotCarried, ...]]:
@@ -125,12 +190,33 @@ def remove_unsupported(document: MapNode, takes: Collection[str]) -> tuple[MapNo
         takes: the keys that its class takes at the top.
     """
     requested = []
-    for row in (*unsupported_rows((), takes).values(), *unsupported_rows(("trainer",), takes).values()):
-        entry = document.at(row.path)
-        if entry is None:
+    for row in NOT_CARRIED:
+        if not row.block and not row.applies_to(takes):
             continue
-        if is_requested(to_plain(entry.node)):
-            requested.append(row)
         # The key is removed also where it requests nothing: no class has it.
-        document = removed(document, row.path)
+        document, values = _without(document, row.path[:-1], row)
+        if any(is_requested(value, row) for value in values):
+            requested.append(row)
     return document, tuple(requested)
+
+
+def _without(node: Any, block: Keys, row: NotCarried) -> tuple[Any, list[object]]:
+    """A node without the key of a row in the mappings at `block` below it, and the values of those keys."""
+    if isinstance(node, ListNode):
+        pairs = [_without(item, block, row) for item in node.items]
+        values = [value for _, removed in pairs for value in removed]
+        # The text of a command line is kept where nothing changes.
+        return (replace(node, items=tuple(item for item, _ in pairs), text=None) if values else node), values
+    if not isinstance(node, MapNode):
+        return node, []
+    if not block:
+        entry, kind = node.entry(row.name), node.entry("type")
+        if entry is None or (row.of_type and (kind is None or to_plain(kind.node) != row.of_type)):
+            return node, []
+        return node.without(row.name), [to_plain(entry.node)]
+    values = []
+    for entry in [entry for entry in node if block[0] in ("*", entry.key)]:
+        inner, removed = _without(entry.node, block[1:], row)
+        if removed:
+            node, values = node.with_entry(replace(entry, node=inner)), values + removed
+    return node, values

@@ -66,7 +66,7 @@ def _carried(cls: type, block: str, keys: Mapping[str, Any]) -> Mapping[str, Any
     known = _known(cls)
     rows = {name: row for name, row in unsupported_rows((block,) if block else (), known).items() if name in keys}
     # A keyword with a neutral value (false, 0, None) requests nothing and is dropped without a word.
-    unsupported = [row for name, row in rows.items() if name not in known and is_requested(keys[name])]
+    unsupported = [row for name, row in rows.items() if name not in known and is_requested(keys[name], row)]
     if refused := [row.message for row in unsupported if row.refused]:
         raise ValueError("\n".join(f"{cls.__name__}(…): {message}" for message in refused))
     for row in unsupported:

@@ -21,8 +21,11 @@ class ExportHfToLmConfig:
     model: LmConfig = field(default_factory=LlamaConfig)
     use_hf_model_config: bool = True
     tokenizer: str | None = None
+    tokenizer_revision: str | None = None
     dtype: str | None = "bfloat16"
     resize_vocab_to_match_tokenizer: bool = False
+    subpath: str | None = None
+    emit_padded_tokenizer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,20 @@ _LAYERS = "models are one decoder built from specs: levanter.models.decoder, lev
 _OPTIMIZERS = "the config builds the optax transformation: `OptimizerConfig.build(steps)`"
 _LAUNCH = "levanter.infra.launch starts runs on TPU VMs, under Slurm and Ray"
 _PROVIDED = "JAX provides it, or a run does it automatically"
+_CONVERSATIONS = "`train_lm` trains on conversations: `format: {type: chat}` of a component"
+_WATCHDOG = "trainer.progress_watchdog sets the time limits of a run"
+_TYPE = "a type annotation of upstream"
+_WRITES = "checkpoints are written by Orbax, each array by the hosts that hold it"
+_RESIZE = "the vocabulary is neither padded nor truncated; rows beyond the tokenizer's ids are harmless"
+_TELEMETRY = "the trackers are wandb, trackio, tensorboard, json_logger and json_file"
+_RESTARTS = "a run ends with an exit code that says whether it can be resumed; a launcher starts it again"
+_TESTS = "helpers of upstream's tests"
 _EXAMPLE = "rows are `levanter.upstream.facades.models.LmExample` for scripts; levanter.data builds those of a run"
+
+_OF_SFT = {
+    "DatasetType add_special_tokens create_prompt_completion_iterator reinitialize_some_tokens train": _CONVERSATIONS,
+    "DEFAULT_BOS_TOKEN DEFAULT_EOS_TOKEN DEFAULT_PAD_TOKEN DEFAULT_UNK_TOKEN": "a tokenizer is used as its files say",
+}
 
 GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter": {"analysis": "`viz_logprobs` and `plan` write pages", "grug": "array-first models are not supported"},
@@ -53,11 +66,15 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "finds the sets, build_sequences makes their rows",
     },
     "levanter.trainer_state": {
+        "DataclassInstance": _TYPE,
         "InsideJitInfo cast_params_by_trainability init_optimizer_for_trainables make_floating_point_trainable_filter "
         "saveable_training_mask take_train_step trainables_only": "trainer.trainable selects what is trained; "
         + _DESCRIBED,
     },
     "levanter.checkpoint": {
+        "EpochCheckpointer CheckpointRetention": "trainer.checkpointer.keep lists the steps of permanent checkpoints, "
+        "save_interval sets the time between temporary ones",
+        "PathLike": _TYPE,
         "save_metadata tree_deserialise_leaves tree_serialise_leaves": "save_checkpoint and load_checkpoint do both",
         "load_checkpoint_or_initialize": "train_lm resumes automatically; restore(…) for the rest",
         "CheckpointDebugConfig CheckpointDebugStateProvider register_debug_checkpointer_state_provider "
@@ -78,6 +95,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "PYTORCH_MODEL PYTORCH_WEIGHTS_INDEX_NAME": "pickled checkpoints are not read: convert them to safetensors",
         "save_hf_checkpoint_callback": "train_lm exports at every hf_save_steps",
         "upload_to_hub": "exports are written but not uploaded; run `hf upload` on the folder",
+        "DEFAULT_EXPORT_HOST_BUDGET_BYTES MAX_CONCURRENT_HF_SHARDS": "tensors are written one at a time; "
+        "levanter.compat.hf.index.MAX_SHARD_BYTES is the size of a file",
         "build_generation_config GenerationConfigDict": "train_lm writes generation_config.json "
         "(hf_generation_eos_token_ids)",
         "ASRWithHfSerializationMixin load_processor": _SPEECH,
@@ -102,6 +121,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "eval_labeled_model": _EVAL_LM,
     },
     "levanter.eval_harness": {
+        "Instance LM TemplateLM evaluator": "import it from lm_eval",
+        "handle_stop_sequences postprocess_generated_text": _HARNESS,
         "run_lm_eval_harness LevanterHarnessLM lm_eval_harness log_report_to_tracker "
         "run_eval_harness_main get_padding_count_from_batch get_segment_ids_from_batch": _HARNESS,
     },
@@ -116,21 +137,33 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "profile profile_ctx start_profiler stop_profiler_and_maybe_wait": "trainer.profiler selects the "
         "steps to profile",
         "wandb_xla_logger": "`levanter.main.plan … --keep_hlo FOLDER` writes the programs",
+        "log_epoch_progress mixture_weight_logging_hook": _HOOKS,
+        "ProgressEvent ProgressWatchdog progress_event_scope": _WATCHDOG,
         "CBInfo Callback CallbackStateView JitCallback LambdaCallback StateCallbackRunner": _HOOKS,
     },
     "levanter.callbacks.watch": {"Target VALID_WATCH_TARGETS": "levanter.trainer.WatchConfig checks them"}
     | {"WatchCallback compute_watch_stats": "trainer.watch selects what is watched"},
     "levanter.callbacks.profiler": {"AdvancedProfileOptionValue": "levanter.trainer.ProfileOptionsConfig"}
-    | {"ProfileOptionsConfig profile": "trainer.profiler selects the steps to profile"},
+    | {"ProfileOptionsConfig profile": "trainer.profiler selects the steps to profile"}
+    | {
+        "DEFAULT_XPROF_SERVICE_URL XprofUploadConfig xprof_viewer_url": "a profile stays in the run's log folder, and "
+        "the run prints where",
+        "XlaDumpUploadConfig upload_xla_dumps xla_dump_path": "the tracker's `save_xla_dumps` saves the folder that "
+        "$XLA_FLAGS names in `--xla_dump_to`; `levanter.main.plan … --keep_hlo FOLDER` writes the programs",
+    },
     "levanter.tracker": {
         "jit_log defer_tracker_for_jit": _STEP,
         "BackgroundTracker LoggableValue": "levanter.tracker.Tracker is the protocol",
         "capture_time": "time.perf_counter",
         "log_optimizer_hyperparams": "train_lm logs the learning rate already",
     },
+    "levanter.tracker.telemetry": {"TelemetryTracker TrainingPhase capture_stall_diagnostics": _TELEMETRY},
     "levanter.tracker.tracker": {"DictTracker": "levanter.tracker.Tracker is a protocol of five methods"},
     "levanter.tracker.tracker_fns": {"jit_log defer_tracker_for_jit LoggableValue": _STEP},
-    "levanter.tracker.wandb": {"WandbRun is_wandb_available truncate_wandb_run_name": "levanter.tracker.WandbConfig"},
+    "levanter.tracker.background": {"maybe_wrap_background": "levanter.tracker.background.BackgroundTracker"},
+    "levanter.tracker.wandb": {
+        "MAX_WANDB_ARTIFACT_BYTES WandbRun is_wandb_available truncate_wandb_run_name": "levanter.tracker.WandbConfig"
+    },
     "levanter.data": {
         "BlockShufflingDataset ConcatDataset EraShufflingDataset MixtureDataset StopStrategy": _ROWS,
         "BatchLoader build_cache dataset_from_hf dataset_from_jsonl": _STORE,
@@ -138,6 +171,15 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "datasource_from_parquet batched": "data.components list what is read; levanter.data.read_records reads a file",
     },
     "levanter.data.text": {
+        "CANONICAL_INPUT_FIELD CANONICAL_OUTPUT_FIELD SupervisedSourceConfigBase": "SupervisedLmDatasetFormat names "
+        "the fields: input_key, target_key",
+        "DEFAULT_IGNORE_INDEX": "rows have loss weights, not labels that are ignored",
+        "LMSupervisedDatasetConfig": "a DatasetComponent with format SupervisedLmDatasetFormat",
+        "LONG_STRING_WORKAROUND ws ProcessedSupervisedDict SingleTurnChatJsonlDataSource SingleTurnChatProcessor "
+        "datasource_from_chat_jsonl_single_turn mk_single_turn_cached_sft_dataset "
+        "preprocess_legacy_chat_template": _STORE,
+        "SupervisedDataset dataset_for_format": _ROWS,
+        "main": "`levanter.main.cache_dataset` builds token stores",
         "BatchEncodingDataset LEDGER_FILE TokenizedDocumentCache concatenate_and_group_texts": _STORE,
         "CausalLmDataset ChatDataset EpochDataset MultiturnChatDataset NamedLmDataset TokenSeqDataset TokenSeqDict "
         "TraceChatDataset mk_chat_sft_dataset mk_supervised_dataset dataset_for_component "
@@ -156,7 +198,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "loss_labels_from_spans named_attention_mask_from_grug named_lm_example_from_grug "
         "named_lm_example_from_labeled TraceChatEvaluationFormat": _EXAMPLE,
     },
-    "levanter.data.dataset": {"BlockShufflingDataset DatasetBase MapFunction": _ROWS},
+    "levanter.data.dataset": {"BlockShufflingDataset DatasetBase MapFunction": _ROWS}
+    | {"naive_busy_wait_until_len_at_least": "a token store is complete before a run reads it"},
     "levanter.data._preprocessor": {
         "BatchResult IdentityProcessor as_record_batch canonicalize_batch dict_from_record_batch": _STORE,
     },
@@ -184,35 +227,49 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.mesh": {
         "local_device_grid_positions process_mesh_position process_mesh_size": "`array.sharding` places the shards",
     },
-    "levanter.schedule": {"BIG_INT BatchSegment": "levanter.data.train_dataset.BatchSchedule"},
+    "levanter.schedule": {"validate_schedule_sorted": "levanter.data.train_dataset.BatchSchedule checks its stages"}
+    | {"BIG_INT BatchSegment": "levanter.data.train_dataset.BatchSchedule"},
     "levanter.tensorstore_serialization": {
+        "ARRAY_DRIVER KVSTORE_DRIVER ReplicaRestoreMode TensorStoreReadConfig TensorStoreWriteConfig "
+        "plan_array_write": _WRITES,
         "build_kvstore_spec load_array_from_tensorstore save_array_to_tensorstore": "checkpoints are complete trees",
     },
     "levanter.utils.activation": {
         "ActivationFunction JaxActivationFunction TO_FN TO_JAX_FN": "levanter.layers.activation.ACTIVATIONS",
     },
-    "levanter.config": {"register_codecs JsonAtom DEFAULT_CONFIG_DIR": "levanter.config decodes the types it knows"},
+    "levanter.config": {
+        "partition_spec_decode partition_spec_encode register_codecs JsonAtom DEFAULT_CONFIG_DIR": "levanter.config "
+        "decodes the types it knows"
+    },
     "levanter.inference.engine": {
-        "DecodeResult GenState GenerationResult InferenceEngine InferenceEngineConfig PrefillWork "
+        "FIRST_TOKEN_LOGPROB DecodeResult GenState GenerationResult InferenceEngine InferenceEngineConfig PrefillWork "
         "TokenSequenceLogprobs score_token_sequence_logprobs": "levanter.inference is a new implementation: "
         "`Request` and `SamplingParams` describe a request, `Schedule` a step, `SlotState` the state on the device",
     },
     "levanter.layers": {
-        "Attention AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig": _LAYERS,
+        "Attention AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig "
+        "dot_product_attention_with_sink": _LAYERS,
     },
     "levanter.layers.attention": {
         "Attention AttentionWithSink GatedAttention MultiHeadLatentAttention MultiHeadLatentAttentionConfig "
         "default_ragged_paged_attention dot_product_attention_with_sink ragged_paged_attention "
-        "simple_attention_with_dropout": _LAYERS,
+        "simple_attention_with_dropout tpu_ragged_paged_attention": _LAYERS,
         "KvPageCache PageBatchInfo PageTable PageTableSpec": _SAMPLING,
     },
     "levanter.layers.rotary": {
         "DefaultRotaryEmbeddings Llama3RotaryEmbeddings RotaryEmbeddings YarnRotaryEmbeddings apply_rotary_pos_emb "
         "rotary_pos_emb rotate_half": "levanter.layers.rotary.apply_rotary and RotaryConfig.tables",
     },
-    "levanter.models.lm_model": {"LmConfigT LmT": "type variables of upstream"},
+    "levanter.models.lm_model": {
+        "LmConfigT LmT EmbeddingsT": "type variables of upstream",
+        "SupportsResizeEmbeddings resize_embeddings_and_lm_head": _RESIZE,
+        "split_activations": "a call returns levanter.layers.outputs.Outputs: activations and the layers' sums",
+    },
+    "levanter.models.rotary": {
+        "RotaryEmbeddings rotary_pos_emb": "levanter.layers.rotary.apply_rotary and RotaryConfig.tables"
+    },
     "levanter.models.loss": {
-        "next_token_loss maybe_fused_next_token_loss": "levanter.models.scoring.token_logprobs",
+        "next_token_loss maybe_fused_next_token_loss next_token_loss_weight": "levanter.models.scoring.token_logprobs",
         "cross_entropy_and_logsumexp_penalty fused_cross_entropy_loss_and_logsumexp_penalty DEFAULT_REDUCTION": "the "
         "loss never materializes [batch, position, vocab]: levanter.models.scoring",
     },
@@ -224,22 +281,26 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.models.gpt2": {"Gpt2Attention Gpt2Block Gpt2Embeddings Gpt2Mlp Gpt2Transformer": _LAYERS},
     "levanter.models.llama": {
-        "LlamaEmbedding LlamaMlp LlamaTransformer": _LAYERS,
+        "Attention LlamaEmbedding LlamaMlp LlamaTransformer": _LAYERS,
     },
     "levanter.models.mixtral": {
         "MixtralDecoderLayer MixtralMoEMlp MixtralSparseMoeBlock MixtralTransformer": _LAYERS,
     },
-    "levanter.models.olmo": {"Olmo2Attention Olmo2DecoderLayer Olmo2Embedding Olmo2Transformer": _LAYERS},
+    "levanter.models.olmo": {"Olmo2Attention Olmo2MLP Olmo2DecoderLayer Olmo2Embedding Olmo2Transformer": _LAYERS},
     "levanter.models.olmo3": {"Olmo3DecoderLayer Olmo3Transformer": _LAYERS},
     "levanter.models.qwen": {"QwenDecoderLayer QwenTransformer": _LAYERS},
     "levanter.models.qwen3_moe": {
         "Qwen3MoeDecoderLayer Qwen3MoeExperts Qwen3MoeSparseMoeBlock Qwen3MoeTransformer": _LAYERS,
     },
+    "levanter.callbacks.progress_watchdog": {"ProgressTimeout ProgressWatchdog": _WATCHDOG},
+    "levanter.model_loading": {
+        "load_hf_checkpoint load_levanter_checkpoint": "levanter.commands.model.pretrained describes and loads models"
+    },
     "levanter.optim": {
         "AdamHConfig AdoptConfig CautiousConfig GrugMuonConfig KronConfig MarsConfig MiniConfig MuonHConfig NamoConfig "
         "NamoDConfig ScionConfig SoapConfig": _OPTIMIZER,
         "ScaleByAdoptState ScaleByMarsState ScaleByMiniState ScaleByMuonState ScaleByRMSPropMomState "
-        "ScaleByScionState": _OPTIMIZERS,
+        "ScaleByScionState ScaleBySophiaState scale_by_sophia_h": _OPTIMIZERS,
     },
     "levanter.optim.model_averaging": {
         "EmaDecaySqrtModelAveraging EmaModelAveraging ModelAveraging": "the train step maintains it: "
@@ -251,11 +312,23 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "`OptimizerConfig.schedule(steps)` is the function",
         "HessianOptConfig": _OPTIMIZER,
     },
-    "levanter.optim.muon": {"ScaleByMuonState scale_with_muon": _OPTIMIZERS},
+    "levanter.optim.muon": {
+        "ScaleByMuonState scale_with_muon": _OPTIMIZERS,
+        "zeropower_via_newtonschulz5": "levanter.optim.muon.orthogonal",
+    },
+    "levanter.optim.sophia": {
+        "BaseSophiaConfig": "levanter.optim.SophiaHConfig",
+        "GAMMA_SOPHIA_G GAMMA_SOPHIA_H": "`gamma` is a key of SophiaHConfig",
+        "ScaleBySophiaState bias_correction scale_by_sophia_g scale_by_sophia_h sophia_g sophia_h "
+        "stochastic_diag_gauss_newton stochastic_hessian_diagonal update_moment": _OPTIMIZERS,
+    },
     "levanter.optim.clip_update_norm": {"ClipUpdateNormState clip_update_by_historical_norm": _OPTIMIZERS},
     "levanter.optim.skipstep": {"SkipStepState": _OPTIMIZERS},
     "levanter.optim.rmsprop": {"ScaleByRMSPropMomState scale_by_rmsprop_momentum": _OPTIMIZERS},
-    "levanter.tokenizers": {"TokenizerBackend": "tokenizer.json is read by the `tokenizers` library, always"},
+    "levanter.tokenizers": {
+        "chat_template_has_generation_block": "the assistant's tokens are found for any template: mask_user_turns"
+    }
+    | {"TokenizerBackend": "tokenizer.json is read by the `tokenizers` library, always"},
     "levanter.books.util": {
         "create_pz_histogram create_pz_histogram_linear": _HISTOGRAM,
         "sliding_lm_examples": "levanter.memorization.windows.build_windows makes one token matrix",
@@ -267,6 +340,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "of levanter.mesh.MeshConfig",
     },
     "levanter.utils.jax_utils": {
+        "as_arrayish barrier_sync_named multihost_allgather_sync tree_filter_like": _PROVIDED,
         "currently_allocated_array_memory dump_fwd_bwd_jaxprs format_currently_allocated_array_memory "
         "ordered_tree_map pytree_partial recursive_checkpoint reduce set_hardware_rng_ops": _PROVIDED,
         "sharded_tree_size estimated_free_device_memory": "`levanter.main.plan` reports the memory of each device",
@@ -277,20 +351,24 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.utils.fsspec_utils": {
         "mkdirs": "levanter.io.atomic_write creates missing folders",
         "expand_glob": "levanter.io.expand takes braces and wildcards",
-        "remove": "use fsspec directly",
+        "async_remove remove": "use fsspec directly",
     },
     "levanter.utils.py_utils": {
         "FailSafeJSONEncoder actual_sizeof cached_classproperty classproperty dataclass_with_default_init "
         "set_global_rng_seeds": _PROVIDED,
+        "Stopwatch": "time.perf_counter",
+        "logical_cpu_memory_size": "psutil.virtual_memory",
     },
     "levanter.utils.tree_utils": {
+        "scan_aware_tree_map": "haliax.tree_util.scan_aware_tree_map",
         "NonePolicy PackedLeaf key_path_to_str pack_pytree tree_flatten_one_level_with_keys unpack_pytree": _PROVIDED,
     },
     "levanter.main.export_hf_to_lm": {"main": "every entry point reads Hugging Face files directly"},
-    "levanter.main.inference_repl": {"repl_mode cli_mode ReplContext console": _SAMPLING},
+    "levanter.main.inference_repl": {"repl_mode cli_mode ReplContext console weight_loader": _SAMPLING},
     "levanter.main.lora_lm": {"train": "`main` trains"},
-    "levanter.main.sft": {"train DatasetType add_special_tokens": "`train_lm` trains on conversations"},
-    "levanter.main.sft_mixture": {"train": "`train_lm` trains on conversations"},
+    "levanter.main.perplexity_gap": {"gap_summary_scalars": "the tracker gets the numbers of the report"},
+    "levanter.main.sft": _OF_SFT,
+    "levanter.main.sft_mixture": _OF_SFT,
     "levanter.main.train_asr": {"main": _SPEECH},
     "levanter.main.train_dpo": {
         "AdapterBaseReferenceModelProvider": _PREFERENCES,
@@ -299,6 +377,29 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
 """Module (or `module:Class`) → names in it, separated by spaces → what to use instead, or why there is nothing."""
 
 GONE_MODULES: Mapping[str, str] = {
+    "levanter._debug_logging": _PROVIDED,
+    "levanter.callbacks._iris_status": _TELEMETRY,
+    "levanter.checkpoint_manifest": _WRITES,
+    "levanter.compat.hf_config": "levanter.compat.hf.config_bridge: config.json",
+    "levanter.compat.hf_export": "train_lm exports at every hf_save_steps; levanter.compat.hf.export writes the files",
+    "levanter.cutlass_kernel_cache": "JAX's compilation cache: trainer.jax_compilation_cache_dir",
+    "levanter.data.text._batch_tokenizer": _STORE,
+    "levanter.layers.scan_checkpoint": "`model.gradient_checkpointing` selects what a layer keeps",
+    "levanter.layers.stacked": _LAYERS,
+    "levanter.model_cache": "the Hub's own cache holds what is downloaded",
+    "levanter.models.modernbert": _FAMILY,
+    "levanter.models.moe": _LAYERS,
+    "levanter.models.snowball": _FAMILY,
+    "levanter.mpmd_checkpoint": "pipelines of programs are not supported: a run is one program on all devices",
+    "levanter.optim._block_partition": _OPTIMIZERS,
+    "levanter.pipeline": "pipelines of programs are not supported: a run is one program on all devices",
+    "levanter.recovery": _RESTARTS,
+    "levanter.sharding": "`array.sharding` describes an array; levanter.main.plan shows all of a run",
+    "levanter.testing": _TESTS,
+    "levanter.tracker.finelog_metrics": _TELEMETRY,
+    "levanter.training_control": "a run has no control page; `kill` with SIGTERM saves and ends it",
+    "levanter.utils.byte_budget": _PROVIDED,
+    "levanter.utils.hardware_topology": _PROVIDED,
     "levanter.adaptor": _LORA,
     "levanter.lora": _LORA,
     "levanter.analysis": "`viz_logprobs`, `perplexity_gap` and `plan` write pages",

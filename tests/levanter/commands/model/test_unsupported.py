@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from helpers import hf_folder
+from helpers import hf_folder, not_carried
 
 import levanter
 from levanter.commands.catalog import ENTRY_POINTS
@@ -18,7 +18,7 @@ from levanter.commands.model.unsupported import REFUSED, unsupported_option_chec
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
 from levanter.config import ConfigError, load, load_written, parse, parse_text, read
 from levanter.config.schema import choice_names, config_fields, is_choice, union_members
-from levanter.config.upstream.unsupported import NOT_CARRIED
+from levanter.config.upstream.unsupported import NOT_CARRIED, NotCarried
 from levanter.runplan import Check, Target
 from levanter.trainer.config import TrainerConfig
 from levanter.upstream.migrate import config_class
@@ -26,16 +26,7 @@ from levanter.upstream.migrate import config_class
 MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
 BASE = {"model": MODEL, "data": {"tokenizer": "passthrough", "vocab_size": 64}, "trainer": {"train_batch_size": 8}}
 CPU = Target(name="local", platform="cpu", kind="cpu", devices=8)
-ASKED = {
-    "labeled_eval": {"labeled_eval": {"a": 1}},
-    "trainer.quantization": {"trainer": {"quantization": {"int8": True}}},
-    "log_entropy": {"log_entropy": True},
-    "pad_tokenizer_to_match_model": {"pad_tokenizer_to_match_model": True},
-    "trainer.use_explicit_mesh_axes": {"trainer": {"use_explicit_mesh_axes": True}},
-    "trainer.shutdown_at_exit": {"trainer": {"shutdown_at_exit": 60.0}},
-    "trainer.log_jaxprs": {"trainer": {"log_jaxprs": True}},
-    "trainer.log_xla_hlo": {"trainer": {"log_xla_hlo": True}},
-}
+ASKED = {"labeled_eval": {"labeled_eval": {"a": 1}}}
 
 
 def told(cls: type, overrides: dict[str, Any]) -> list[Check]:
@@ -44,9 +35,6 @@ def told(cls: type, overrides: dict[str, Any]) -> list[Check]:
 
 
 WITHOUT_A_FIELD = {row.key: row for row in NOT_CARRIED}
-OF_EVAL_LM = ("log_entropy", "log_top2_gap", "log_param_stats")
-# A server's key is in config/test_legacy_serving.
-OF_TRAIN_LM = sorted(WITHOUT_A_FIELD.keys() - {"log_top2_gap", "log_param_stats", "batch_timeout"})
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
@@ -56,34 +44,33 @@ def test_what_is_asked_for_and_not_here_is_refused(key: str):
     assert check.message == f"{key}: {REFUSED[key]}"
 
 
-@pytest.mark.parametrize(
-    ("cls", "key"),
-    [*((TrainLmConfig, key) for key in OF_TRAIN_LM), *((EvalLmConfig, key) for key in OF_EVAL_LM)],
-    ids=lambda one: one if isinstance(one, str) else one.__name__,
-)
-def test_what_no_class_has_is_refused_or_said_to_have_no_effect(cls: type, key: str):
-    model = {"hf_checkpoint": "x"}
-    (check,) = told(cls, {**model, **ASKED.get(key, {key: "x"})})
-    row = WITHOUT_A_FIELD[key]
+@pytest.mark.parametrize("row", NOT_CARRIED, ids=lambda row: row.key)
+def test_what_no_class_has_is_refused_or_said_to_have_no_effect(row: NotCarried):
+    cls, document = not_carried.document(row)
+    (check,) = told(cls, document)
     assert (check.status, check.message) == ("error" if row.refused else "note", row.message)
-    assert row.message == f"{key}: {row.why}" if row.refused else row.message.startswith(f"{key}: no effect; ")
+    assert row.message == f"{row.key}: {row.why}" if row.refused else row.message.startswith(f"{row.key}: no effect; ")
     # What asks for nothing is taken out without a word.
-    for nothing in ("false", "null", "none"):
-        assert told(cls, {**model, key: nothing}) == []
+    for nothing in (False, None, "none", *not_carried.NEUTRAL.get(row.name, ())):
+        assert told(*not_carried.document(row, nothing)) == []
 
 
-@pytest.mark.parametrize(
-    "key", sorted(row.key for row in NOT_CARRIED if row.refused and row.applies_to(("z_loss_weight",)))
-)
-def test_a_caller_that_ignores_explicit_keys_gets_an_error(key: str):
+def test_a_key_of_the_wandb_tracker_is_unknown_to_others():
+    with pytest.raises(ConfigError, match="service_teardown_timeout: unknown key"):
+        told(TrainLmConfig, {"trainer": {"tracker": {"type": "trackio", "service_teardown_timeout": 3.0}}})
+
+
+@pytest.mark.parametrize("row", [row for row in NOT_CARRIED if row.refused], ids=lambda row: row.key)
+def test_a_caller_that_ignores_explicit_keys_gets_an_error(row: NotCarried):
     """`parse` returns no `ExplicitKeys`, so its caller could not check them."""
-    why = WITHOUT_A_FIELD[key].why
-    with pytest.raises(ConfigError, match=re.escape(f"{key}: {why}")):
-        parse(TrainLmConfig, overrides=ASKED.get(key, {key: "x"}))
-    with pytest.raises(ConfigError, match=re.escape(f"{key}: {why}")):
-        load(TrainLmConfig, [f"--{key}", "x"])
-    with pytest.raises(ConfigError, match=re.escape(f"{key}: {why}")):
-        parse_text(TrainLmConfig, json.dumps(ASKED.get(key, {key: "x"})))
+    cls, document = not_carried.document(row)
+    with pytest.raises(ConfigError, match=re.escape(f"{row.key}: {row.why}")):
+        parse(cls, overrides=document)
+    with pytest.raises(ConfigError, match=re.escape(f"{row.key}: {row.why}")):
+        parse_text(cls, json.dumps(document))
+    if not isinstance(not_carried.VALUES.get(row.name), list) and "*" not in row.key:
+        with pytest.raises(ConfigError, match=re.escape(f"{row.key}: {row.why}")):
+            load(cls, [f"--{key}={json.dumps(value)}" for key, value in flat(document)])
 
 
 def test_keywords_that_no_class_has_any_more():

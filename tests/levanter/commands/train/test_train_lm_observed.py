@@ -34,7 +34,7 @@ trainer:
   train_batch_size: 8
   skip_nonfinite_steps: 3
   watch: {{interval: 3, include_histograms: true, watch_targets: [grads, params]}}
-  profiler: {{enabled: true, start_step: 3, num_steps: 2}}
+  profiler: {{enabled: true, start_step: 3, num_steps: 2, create_perfetto_trace: true, process_index: 0}}
   checkpointer: {{base_path: {folder}/checkpoints, keep: []}}
   mesh: {{axes: {{data: 4, model: 2}}, shared_mapping: {{vocab: model}}}}
 """
