@@ -224,6 +224,7 @@ def _annotation(key: str, default: object) -> Annotation:
     """The type of a key, from its default if that determines it."""
     if key == "gradient_checkpointing":
         return bool | str | dict[str, Any]
+    # The rotary block of `snowball` has keys that ours do not have; any mapping is accepted there.
     if key == "rope" and default is not None:
         return RotaryConfig
     if isinstance(default, int | float) and not isinstance(default, bool):

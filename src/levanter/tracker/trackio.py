@@ -107,6 +107,7 @@ class TrackioConfig(TrackerConfig):
             raise ValueError("tracker `trackio` needs the package trackio: pip install trackio") from error
         offline = self.mode == "offline"
         name = self.name or run_id
+        # A run that is started again has the id of its first attempt; without one there is nothing to resume.
         automatic = "never" if name is None else "allow"
         run = trackio.init(
             project=self.project,

@@ -74,6 +74,7 @@ class Profile:
         return self.config.process_index in (None, jax.process_index())
 
     def _start(self, step: int) -> None:
+        # Every process counts the steps alike, whether it records them or not, so that all of them pause together.
         self._running = True
         if not self._records:
             return

@@ -81,6 +81,7 @@ class Watchdog:
             self._first, self._taken = False, report.taken
             self._since = self._progressed = self.clock()
             self._reported = False
+            # The grace period begins once the first step, which compiles, has ended.
             if self._first_ended is None:
                 self._first_ended = self._since
 
@@ -123,11 +124,13 @@ class Watchdog:
             now, first_ended, step = self.clock(), self._first_ended, self._taken
             progressed, since = self._progressed, self._since
         limits = self.limits
+        # Until a step has ended, only time tells whether the run compiles or hangs, so that has a limit of its own.
         if first_ended is None:
             return _passed("the first step has not ended", now - self._entered, "startup_timeout", limits)
         # As in upstream, the first steps may be slow: caches of compiled programs, of data and of the file system.
         if now - first_ended < limits.startup_grace_period.total_seconds():
             return None
+        # None in a pause: an evaluation is no step, but it is progress only when it begins and ends.
         if since is not None and (message := _passed(f"step {step}", now - since, "step_timeout", limits)):
             return message
         return _passed(f"no progress since step {step}", now - progressed, "process_timeout", limits)
@@ -139,6 +142,7 @@ class Watchdog:
         dump.start()
         limit = self.limits.diagnostic_timeout
         dump.join(DIAGNOSTIC_SECONDS if limit is None else limit.total_seconds())
+        # `sys.exit` would end this thread alone, and handlers at exit would wait for the main thread.
         self.terminate(PEER_LOST)
 
     def _dump(self, what: str) -> None:

@@ -210,6 +210,7 @@ def profiler_checks(profiler: ProfilerConfig, target: Target) -> list[Check]:
     index = profiler.process_index
     if not profiler.enabled or index is None or index < target.hosts:
         return []
+    # Otherwise the run would end without the profile that was its purpose.
     last = f"0 to {target.hosts - 1}" if target.hosts > 1 else "0 alone"
     error = ValueError(f"trainer.profiler.process_index: {index}, but the processes of this run are {last}")
     return [Check(name="profiler", status="error", message=str(error), error=error)]

@@ -247,7 +247,7 @@ def _renamed_formats(draft: Draft) -> None:
             if entry is not None:
                 draft.move(row, entry, block, [((*block, row.new), entry.node)])
         kind, entry = draft.entry((*block, "type")), draft.entry((*block, CHAT_SLICE.name))
-        # Formats of preferences have this key today.
+        # Formats of preferences have this key today, with the same values; only in chat formats it has another name.
         if entry is not None and kind is not None and to_plain(kind.node) == "chat":
             draft.move(CHAT_SLICE, entry, block, [((*block, "overlength"), entry.node)])
 

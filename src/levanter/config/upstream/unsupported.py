@@ -8,10 +8,9 @@ key to its class and remove its row.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from levanter.config.upstream.changes import Keys
-from levanter.config.yaml_nodes import ListNode, MapNode, to_plain
+from levanter.config.yaml_nodes import ListNode, MapNode, Node, to_plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +175,7 @@ def is_requested(value: object, row: NotCarried | None = None) -> bool:
     """Whether a value requests the option of a row."""
     if row is not None and value in row.neutral:
         return False
+    # A block may say itself that it is off; without `enabled`, what upstream does by default decides.
     if isinstance(value, Mapping):
         enabled = value.get("enabled", row is None or not row.opt_in)
         return bool(value) and enabled not in (False, None)
@@ -191,17 +191,21 @@ def remove_unsupported(document: MapNode, takes: Collection[str]) -> tuple[MapNo
     """
     requested = []
     for row in NOT_CARRIED:
+        # The same top-level key may be one that another entry point has.
         if not row.block and not row.applies_to(takes):
             continue
         # The key is removed also where it requests nothing: no class has it.
-        document, values = _without(document, row.path[:-1], row)
+        result, values = _without(document, row.path[:-1], row)
+        assert isinstance(result, MapNode)
+        document = result
         if any(is_requested(value, row) for value in values):
             requested.append(row)
     return document, tuple(requested)
 
 
-def _without(node: Any, block: Keys, row: NotCarried) -> tuple[Any, list[object]]:
+def _without(node: Node, block: Keys, row: NotCarried) -> tuple[Node, list[object]]:
     """A node without the key of a row in the mappings at `block` below it, and the values of those keys."""
+    # Of trackers there may be one or a list; an index is not part of a row's path.
     if isinstance(node, ListNode):
         pairs = [_without(item, block, row) for item in node.items]
         values = [value for _, removed in pairs for value in removed]
@@ -215,6 +219,7 @@ def _without(node: Any, block: Keys, row: NotCarried) -> tuple[Any, list[object]
             return node, []
         return node.without(row.name), [to_plain(entry.node)]
     values = []
+    # Nodes are immutable: only mappings on the way to a removed key are built anew.
     for entry in [entry for entry in node if block[0] in ("*", entry.key)]:
         inner, removed = _without(entry.node, block[1:], row)
         if removed:
