@@ -43,6 +43,14 @@ class SmallTokenizer:
     def byte_lengths(self) -> np.ndarray:
         return np.array([0] * 3 + [1] * 256 + [len(word.encode()) for word in WORDS], np.int32)
 
+    def byte_counts(self, text: str, ids: np.ndarray) -> np.ndarray | None:
+        return self.byte_lengths()[ids]
+
+    def lost_text(self, ids: np.ndarray) -> str | None:
+        return None
+
+    adds_space = False
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         pieces = [WORDS[i - FIRST_WORD].encode() if i >= FIRST_WORD else bytes([i - 3]) for i in ids if i >= 3]
         return b"".join(pieces).decode(errors="replace")

@@ -9,6 +9,7 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: the extra `harn
 import numpy as np
 import transformers
 from helpers.harness import CPU8, by_hflm, by_ours, harness_config, tiny_gpt2, tiny_llama
+from tokenizers import Tokenizer, normalizers
 
 from levanter.commands.harness.eval_harness import describe
 from levanter.eval.harness.config import HarnessTaskConfig
@@ -64,6 +65,24 @@ def test_answers_texts_and_metrics_are_hflms(model):
     assert ours.results["levanter"]["cut_requests"] > 0
     names = {program.name for program in plan.computing if program.name.startswith("score_")}
     assert len(names) <= 6 and {name.endswith("_all") for name in names} == {True, False}
+
+
+def test_no_bits_per_byte_where_ids_do_not_keep_the_text(tmp_path):
+    folder = tiny_llama(tmp_path / "model")
+    built = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    built.normalizer = normalizers.Lowercase()
+    built.save(str(folder / "tokenizer.json"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    judge = by_hflm(theirs.eval(), transformers.AutoTokenizer.from_pretrained(folder), "made_texts", limit=3)
+    ours, _ = by_ours(harness_config(folder, "made_texts", limit=3))
+    metrics, wanted = ours.results["results"]["made_texts"], judge["results"]["made_texts"]
+    assert metrics["word_perplexity,none"] == pytest.approx(wanted["word_perplexity,none"], rel=1e-3)
+    assert not [name for name in metrics if "byte" in name] and "bits_per_byte,none" in wanted
+    assert all("byte" not in str(sample["metrics"]) for sample in ours.samples["made_texts"])
+    assert (
+        "do not keep them; the first is made_texts, document"
+        in ours.results["levanter"]["no_bits_per_byte"]["made_texts"]
+    )
 
 
 @pytest.mark.slow

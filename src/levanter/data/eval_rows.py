@@ -22,7 +22,7 @@ from levanter.data.cache_staleness import refuse_stale
 from levanter.data.config import LmDataConfig
 from levanter.data.documents import FileDocuments
 from levanter.data.errors import DataError, raise_problems
-from levanter.data.eval_sequences import EvalSequences, SetSpan, TokenizedText, build_sequences
+from levanter.data.eval_sequences import EvalSequences, SetSpan, TokenizedText, build_sequences, stored_byte_counts
 from levanter.data.eval_sets import EvaluationSet
 from levanter.data.formats import LmDatasetFormatBase
 from levanter.data.manifest import StoreError, compare, read_manifest
@@ -38,13 +38,13 @@ SUFFIX = "/held_out"
 
 
 def held_out_sequences(
-    data: "TrainingData", byte_lengths: np.ndarray, *, separate_documents: bool = True
+    data: "TrainingData", tokenizer: Tokenizer, *, separate_documents: bool = True
 ) -> EvalSequences | None:
     """The held-out rows of all sets as sequences to evaluate; None if nothing is held out.
 
     Args:
         data: the training data.
-        byte_lengths: int32 `[vocab]`, from the tokenizer.
+        tokenizer: the one of the data.
         separate_documents: as in `build_sequences`.
     """
     sets = [
@@ -56,7 +56,7 @@ def held_out_sequences(
         for set_rows in data.sets
         if set_rows.held_out
     ]
-    return row_sequences(sets, byte_lengths, positions=data.positions, separate_documents=separate_documents)
+    return row_sequences(sets, tokenizer, positions=data.positions, separate_documents=separate_documents)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +76,7 @@ class RowSet:
 
 
 def row_sequences(
-    sets: Sequence[RowSet], byte_lengths: np.ndarray, *, positions: int, separate_documents: bool = True
+    sets: Sequence[RowSet], tokenizer: Tokenizer, *, positions: int, separate_documents: bool = True
 ) -> EvalSequences | None:
     """The rows of sets as sequences to evaluate; None if there is no set.
 
@@ -84,7 +84,7 @@ def row_sequences(
 
     Args:
         sets: the rows, each of `positions` tokens.
-        byte_lengths: int32 `[vocab]`, from the tokenizer.
+        tokenizer: the one of the rows.
         positions: tokens in a row.
         separate_documents: as in `build_sequences`.
     """
@@ -92,7 +92,7 @@ def row_sequences(
     lengths: list[np.ndarray] = []
     start = first_row = 0
     for row_set in sets:
-        real = row_set.rows.segment_ids >= 0
+        real, counted = row_set.rows.segment_ids >= 0, _counted(row_set.rows)
         # A document begins where the row or the segment changes; padding is one more, of which nothing is scored.
         # −2 is no segment, so every row begins a document, even if the row before ends with the same segment number.
         segment = np.concatenate([np.full((len(real), 1), -2), row_set.rows.segment_ids], axis=1)
@@ -109,6 +109,8 @@ def row_sequences(
                 skipped=0,
                 chars=row_set.chars,
                 stride=positions,
+                # The text of rows is not at hand.
+                text_loss=tokenizer.lost_text(row_set.rows.tokens[counted]),
             )
         )
         # Lengths of documents over all tokens of the set, padding runs included, so that they add up to the stream.
@@ -116,12 +118,14 @@ def row_sequences(
         start, first_row = start + real.size, first_row + len(real)
     if not spans:
         return None
+    stream = np.concatenate([row_set.rows.tokens.reshape(-1) for row_set in sets])
+    starts = np.cumsum(np.concatenate([[0], *lengths]))[:-1].astype(np.int64)
     return EvalSequences(
         max_length=positions,
         sets=tuple(spans),
-        stream=np.concatenate([row_set.rows.tokens.reshape(-1) for row_set in sets]),
-        document_starts=np.cumsum(np.concatenate([[0], *lengths]))[:-1].astype(np.int64),
-        byte_lengths=np.asarray(byte_lengths, np.int32),
+        stream=stream,
+        document_starts=starts,
+        byte_counts=stored_byte_counts(tokenizer, stream, starts),
         separate_documents=separate_documents,
         counts=np.concatenate([_counted(row_set.rows).reshape(-1) for row_set in sets]),
         real=np.concatenate([(row_set.rows.segment_ids >= 0).reshape(-1) for row_set in sets]),
@@ -152,6 +156,7 @@ def concatenate_sequences(first: EvalSequences | None, second: EvalSequences | N
         sets=(*first.sets, *moved),
         stream=np.concatenate([first.stream, second.stream]),
         document_starts=np.concatenate([first.document_starts, second.document_starts + tokens]),
+        byte_counts=np.concatenate([first.byte_counts, second.byte_counts]),
         counts=_concatenate_marks(first, second, "counts"),
         real=_concatenate_marks(first, second, "real"),
     )
@@ -265,9 +270,13 @@ def _stored_text(
     # The whole set at once: evaluation needs all of it in memory anyway.
     ids, _ = tokens.read(np.array([0]), tokens.starts[-1:])
     shards = tokens.manifest.shards or ()
+    starts = tokens.starts[:-1]
     return TokenizedText(
         ids=ids,
         lengths=np.diff(tokens.starts),
+        # A store has ids only. An empty document begins where the next one does.
+        byte_counts=stored_byte_counts(tokenizer, ids, starts[np.diff(tokens.starts) > 0]),
+        text_loss=tokenizer.lost_text(ids),
         skipped=sum(shard.skipped for shard in shards),
         chars=sum(shard.chars for shard in shards),
     )
@@ -348,7 +357,7 @@ def _records(
         )
     sequences = row_sequences(
         [RowSet(name=dataset.name, tags=dataset.tags, rows=rows.take(np.arange(len(rows))))],
-        tokenizer.byte_lengths(),
+        tokenizer,
         positions=max_length,
         separate_documents=config.block_cross_document_attention,
     )

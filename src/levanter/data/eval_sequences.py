@@ -12,6 +12,9 @@ the shared token is context in the later row and scored in the earlier one. *Seg
 no token sees another document. A document that is split at a row border continues without the context of the earlier
 row, so longer rows give better numbers. Sets do not share rows; a set's last row is padded, and masked.
 
+Each token of the stream has a number of bytes, those of its document's text that it stands for (`byte_counts`). A set
+in which ids do not keep the text has none, and says why (`text_loss`).
+
 Rows are arithmetic on the stream: any row, and any batch, is computed on demand, and is the same on every process.
 """
 
@@ -45,6 +48,7 @@ class SetSpan:
         chars: characters read.
         stride: tokens from one row's beginning to the next one's; None for `max_length − 1`, so that neighbours share
             one token. Sets given as rows have a stride of `max_length`: their rows share none.
+        text_loss: why the bytes of its tokens are not those of its text; None where they are.
     """
 
     name: str
@@ -57,6 +61,7 @@ class SetSpan:
     skipped: int
     chars: int
     stride: int | None = None
+    text_loss: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -106,7 +111,7 @@ class EvalSequences:
         sets: the sets in order.
         stream: int32 `[tokens]`, all sets end to end.
         document_starts: int64 `[documents]`, ascending: where each document begins in the stream.
-        byte_lengths: int32 `[vocab]`.
+        byte_counts: unsigned `[tokens]`, the UTF-8 bytes that each token stands for.
         separate_documents: whether documents get segments of their own.
         counts: bool `[tokens]`, whether a token is scored where it is predicted; None for all.
         real: bool `[tokens]`, false for the padding of sets given as rows; None if there is no padding in the stream.
@@ -116,10 +121,15 @@ class EvalSequences:
     sets: tuple[SetSpan, ...]
     stream: np.ndarray
     document_starts: np.ndarray
-    byte_lengths: np.ndarray
+    byte_counts: np.ndarray
     separate_documents: bool = True
     counts: np.ndarray | None = None
     real: np.ndarray | None = None
+
+    @property
+    def text_losses(self) -> list[str]:
+        """The sets without bytes, each with the reason."""
+        return [f"{span.name}: {span.text_loss}" for span in self.sets if span.text_loss is not None]
 
     @property
     def token_count(self) -> int:
@@ -182,7 +192,7 @@ class EvalSequences:
         segment_ids = np.where(real, segments, PADDING_SEGMENT).astype(np.int32)
         target_bytes = np.zeros(tokens.shape, np.int64)
         # Byte lengths belong to the predicted token, so they move with the targets by one position.
-        target_bytes[:, :-1] = self.byte_lengths[tokens[:, 1:]]
+        target_bytes[:, :-1] = self.byte_counts[stream_indices[:, 1:]]
         return EvalRows(
             rows=rows,
             tokens=tokens,
@@ -237,12 +247,39 @@ class TokenizedText:
         lengths: int64 `[documents]`, the tokens of each.
         skipped: empty documents, which are left out.
         chars: characters that were read.
+        byte_counts: see `EvalSequences`.
+        text_loss: see `SetSpan`.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
     skipped: int
     chars: int
+    byte_counts: np.ndarray
+    text_loss: str | None = None
+
+
+def stored_byte_counts(tokenizer: Tokenizer, ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The bytes of tokens whose text is not at hand, by the lengths of the vocabulary's spellings.
+
+    Args:
+        tokenizer: of the ids.
+        ids: int32 `[tokens]`.
+        starts: int64 `[documents]`, where each document begins.
+    """
+    counts = compact_counts(tokenizer.byte_lengths()[ids])
+    if tokenizer.adds_space and tokenizer.bos_id is not None:
+        # The first token is predicted only behind BOS.
+        first = starts[ids[starts] == tokenizer.bos_id] + 1
+        first = first[first < len(ids)]
+        counts[first[counts[first] > 0]] -= 1
+    return counts
+
+
+def compact_counts(counts: np.ndarray) -> np.ndarray:
+    """Numbers of bytes in two bytes each, as long as all of them fit."""
+    fits = counts.max(initial=0) <= np.iinfo(np.uint16).max
+    return counts.astype(np.uint16 if fits else np.uint32)
 
 
 def build_sequences(
@@ -280,11 +317,10 @@ def build_sequences(
         raise ValueError(f"max_eval_length must be at least 2 (a token and the next), got {max_length}")
     if not sets:
         raise DataError("no data set to evaluate")
-    byte_lengths = np.asarray(tokenizer.byte_lengths(), np.int32)
-    assert byte_lengths.shape == (tokenizer.vocab_size,), byte_lengths.shape
     bos = tokenizer.bos_id if enforce_bos else None
     eos = tokenizer.eos_id if enforce_eos else None
     pieces: list[np.ndarray] = []
+    byte_counts: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
     spans: list[SetSpan] = []
     start = first_row = chars = 0
@@ -318,9 +354,11 @@ def build_sequences(
                 rows=rows,
                 skipped=text.skipped,
                 chars=text.chars,
+                text_loss=text.text_loss,
             )
         )
         pieces.append(text.ids)
+        byte_counts.append(text.byte_counts)
         # An empty document would begin at the same place as the next one and break the search for a position's
         # document.
         lengths.append(text.lengths[text.lengths > 0])
@@ -332,7 +370,7 @@ def build_sequences(
         sets=tuple(spans),
         stream=np.concatenate(pieces),
         document_starts=np.concatenate([[0], np.cumsum(all_lengths)[:-1]]).astype(np.int64),
-        byte_lengths=byte_lengths,
+        byte_counts=np.concatenate(byte_counts),
         separate_documents=separate_documents,
     )
 
@@ -349,14 +387,17 @@ def _tokenize(
     before = np.array([] if bos is None else [bos], np.int32)
     after = np.array([] if eos is None else [eos], np.int32)
     pieces: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
     lengths: list[int] = []
     batch: list[Document] = []
-    batch_chars = chars = skipped = 0
+    lost: list[str] = []
+    batch_chars = chars = skipped = documents = 0
 
     def flush() -> None:
-        nonlocal batch_chars, chars
-        for document, ids in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
-            ids = np.concatenate([before, np.asarray(ids, np.int32), after])
+        nonlocal batch_chars, chars, documents
+        for document, text_ids in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
+            text_ids = np.asarray(text_ids, np.int32)
+            ids = np.concatenate([before, text_ids, after])
             # Checked here rather than on the device, where an id outside the vocabulary reads an arbitrary row of the
             # embedding.
             outside = ids[(ids < 0) | (ids >= limit)]
@@ -367,6 +408,13 @@ def _tokenize(
                 )
             pieces.append(ids)
             lengths.append(len(ids))
+            documents += 1
+            byte_counts = tokenizer.byte_counts(document.text, text_ids)
+            if byte_counts is None:
+                lost.append(document.origin)
+                byte_counts = np.zeros(len(text_ids), np.int32)
+            # BOS and EOS are no part of the text.
+            counts.append(np.pad(byte_counts, (len(before), len(after))))
         chars += batch_chars
         batch.clear()
         batch_chars = 0
@@ -384,7 +432,23 @@ def _tokenize(
     if batch:
         flush()
     stream = np.concatenate(pieces) if pieces else np.array([], np.int32)
-    return TokenizedText(ids=stream, lengths=np.array(lengths, np.int64), skipped=skipped, chars=chars)
+    return TokenizedText(
+        ids=stream,
+        lengths=np.array(lengths, np.int64),
+        skipped=skipped,
+        chars=chars,
+        byte_counts=compact_counts(np.concatenate(counts) if counts else np.array([], np.int32)),
+        text_loss=_loss_of(lost, documents, tokenizer),
+    )
+
+
+def _loss_of(lost: Sequence[str], documents: int, tokenizer: Tokenizer) -> str | None:
+    """Why a set has no bytes, some of whose documents are lost in their ids."""
+    if not lost:
+        return None
+    reason = tokenizer.lost_text(np.array([], np.int32))
+    why = "" if reason is None else f" ({reason})"
+    return f"the ids of {len(lost):,} of {documents:,} documents do not keep their text{why}; the first is {lost[0]}"
 
 
 def _shifted(on_progress: Callable[[int], None], base: int) -> Callable[[int], None]:

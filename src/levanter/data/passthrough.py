@@ -48,6 +48,18 @@ class PassthroughTokenizer:
         """Zeros: the bytes that an id stands for are not known."""
         return np.zeros(self.vocab_size, np.int32)
 
+    def byte_counts(self, text: str, ids: np.ndarray) -> np.ndarray | None:
+        """None: the numbers stand for no text."""
+        del text, ids
+        return None
+
+    def lost_text(self, ids: np.ndarray) -> str | None:
+        """The reason why there are no bytes."""
+        del ids
+        return "the ids of tokenizer passthrough stand for no text"
+
+    adds_space = False
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The ids in decimal digits, separated by spaces."""
         return " ".join(str(int(i)) for i in ids)

@@ -49,6 +49,23 @@ class TextFrame:
         return TextFrame((bos, *self.prefix), self.suffix)
 
 
+def empty_text_ids(tokenizer: "Tokenizer", frame: TextFrame) -> tuple[int, ...]:
+    """The ids of a prompt without text: its special tokens, or else BOS, which a model needs to begin a text.
+
+    Args:
+        tokenizer: of the model.
+        frame: the special tokens around a text.
+
+    Returns:
+        The ids; empty if there are no special tokens and the tokenizer has no BOS.
+    """
+    ids = tuple(frame.around(()))
+    return ids if ids or tokenizer.bos_id is None else (tokenizer.bos_id,)
+
+
+EMPTY_PROMPT_NOTE = "a prompt without text begins with BOS, which this tokenizer does not write by itself"
+
+
 class TextStream(Protocol):
     """The text of ids that come one at a time.
 
@@ -108,6 +125,26 @@ class Tokenizer(Protocol):
 
     def byte_lengths(self) -> np.ndarray:
         """The number of UTF-8 bytes of each id, int32 `[vocab_size]`; 0 for special tokens."""
+        ...
+
+    def byte_counts(self, text: str, ids: np.ndarray) -> np.ndarray | None:
+        """The number of UTF-8 bytes of a text that each of its ids stands for, int32 `[n]`; their sum is the text's.
+
+        None where the ids do not spell the text: part of it is unknown, or was changed before it was tokenized.
+        """
+        ...
+
+    def lost_text(self, ids: np.ndarray) -> str | None:
+        """Why `byte_lengths` of ids whose text is not at hand may not be the bytes of their text; None where they are.
+
+        Args:
+            ids: int32 `[n]`.
+        """
+        ...
+
+    @property
+    def adds_space(self) -> bool:
+        """Whether the first token of a text begins with a space that the text does not have."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

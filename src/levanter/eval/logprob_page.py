@@ -8,11 +8,12 @@ with the sum of their surprises.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from levanter.data.tokenizer import Tokenizer
 from levanter.html.charts import Axes, round_step
 from levanter.html.markup import Content, Html, escaped, tag, tiles
 from levanter.html.page import document, style_sheet
@@ -21,7 +22,6 @@ STEPS = 10
 """Shades of the scale."""
 NATS_A_STEP = 0.8
 BARS = 32
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,38 +46,47 @@ class ScoredText:
         return self.logprobs[~np.isnan(self.logprobs)]
 
 
-def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[tuple[int, int, str]]:
+def pieces(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[int, int, str]]:
     """The text of tokens as (first token, end, text): usually one token each.
 
-    The concatenated texts are the text of all tokens.
+    The concatenated texts are the text that the tokenizer gives for all tokens together.
 
     Args:
         ids: the tokens.
-        decode: tokens to text; incomplete characters become U+FFFD.
+        tokenizer: of the tokens; incomplete characters become U+FFFD.
     """
-    context, first = 0, 0
-    for at in range(len(ids)):
-        # The text of a token depends on the token before it (spaces of SentencePiece): decode both, and subtract.
-        before = decode(ids[context:first]) if first > context else ""
-        whole = decode(ids[context : at + 1])
-        last = at + 1 == len(ids)
-        # An incomplete character: wait for its other bytes. The limit keeps text that really contains U+FFFD from being
-        # held back for ever.
-        if whole.endswith(_BROKEN) and not last and at - first < 8:
-            continue
-        yield first, at + 1, whole[len(before) :]
-        # The next piece is decoded behind this one only, so the cost does not grow with the text.
-        context, first = first, at + 1
+    stream, lengths, first = tokenizer.stream(special=True), tokenizer.byte_lengths(), 0
+    for at, id in enumerate(ids):
+        text = stream.push(id)
+        # The text of this token, and of those before it whose text was not final.
+        if text:
+            yield from _characters(first, [int(lengths[i]) for i in ids[first : at + 1]], text)
+            first = at + 1
+    if first < len(ids):
+        yield first, len(ids), stream.finish()
 
 
-def logprob_page(
-    texts: Sequence[ScoredText], decode: Callable[[Sequence[int]], str], *, title: str, facts: Mapping[str, str]
-) -> str:
+def _characters(first: int, lengths: Sequence[int], text: str) -> Iterator[tuple[int, int, str]]:
+    """The pieces of a text of several tokens, each of whole characters; one piece if their bytes are not the text's."""
+    content = text.encode(errors="surrogatepass")
+    if len(lengths) == 1 or sum(lengths) != len(content):
+        yield first, first + len(lengths), text
+        return
+    begin = end = start = 0
+    for n, length in enumerate(lengths):
+        end += length
+        # A byte of the form 10xxxxxx continues a character.
+        if end == len(content) or content[end] & 0xC0 != 0x80:
+            yield first + start, first + n + 1, content[begin:end].decode(errors="surrogatepass")
+            begin, start = end, n + 1
+
+
+def logprob_page(texts: Sequence[ScoredText], tokenizer: Tokenizer, *, title: str, facts: Mapping[str, str]) -> str:
     """The page.
 
     Args:
         texts: the texts that are shown, in order.
-        decode: tokens to text.
+        tokenizer: of the model.
         title: heading of the page.
         facts: name → value, shown as a table at the end.
     """
@@ -98,16 +107,16 @@ def logprob_page(
             "figure", _histogram(scored), tag("figcaption", "Tokens by surprise, in nats", class_="note"), class_="card"
         ),
         tag("h2", "The text"),
-        [_section(text, decode) for text in texts],
+        [_section(text, tokenizer) for text in texts],
         tag("h2", "Settings"),
         tag("div", facts_table, class_="card scroll"),
     ]
     return document(title=title, style="\n" + style_sheet(_STYLE), body=tag("main", [[part, "\n"] for part in body]))
 
 
-def _section(scored_text: ScoredText, decode: Callable[[Sequence[int]], str]) -> Html:
+def _section(scored_text: ScoredText, tokenizer: Tokenizer) -> Html:
     spans: list[Content] = []
-    for first, stop, text in pieces(scored_text.ids.tolist(), decode):
+    for first, stop, text in pieces(scored_text.ids.tolist(), tokenizer):
         logprobs = scored_text.logprobs[first:stop]
         # Escaped before the symbol is inserted, so that the text cannot bring markup of its own.
         content = Html(escaped(text).replace("\n", "<i>↵</i>\n"))

@@ -4,6 +4,8 @@ With n scored tokens that represent b UTF-8 bytes, and N = −Σ log p in nats o
 
     loss = N / n        perplexity = exp(loss)        bits per byte = N / (b · ln 2)
 
+A set whose ids do not keep its text has no b, and so no bits per byte; neither have sums and averages over it.
+
 The *accuracy*, where it is computed, is the share of the scored tokens that were the most likely token.
 
 A *micro* average treats several sets as one (N, n and b are added); a *macro* average is the mean of the sets' own
@@ -33,13 +35,13 @@ class Score:
     Attributes:
         nats: −Σ log p.
         tokens: number of scored tokens.
-        bytes: the UTF-8 bytes that these represent.
+        bytes: the UTF-8 bytes of the text that these represent; None where ids do not keep the text.
         likeliest: number of tokens that were the most likely token; None if that was not computed.
     """
 
     nats: float
     tokens: int
-    bytes: int
+    bytes: int | None
     likeliest: int | None = None
 
     def __add__(self, other: "Score") -> "Score":
@@ -48,7 +50,7 @@ class Score:
         return Score(
             nats=self.nats + other.nats,
             tokens=self.tokens + other.tokens,
-            bytes=self.bytes + other.bytes,
+            bytes=None if self.bytes is None or other.bytes is None else self.bytes + other.bytes,
             likeliest=(self.likeliest or 0) + (other.likeliest or 0) if known else None,
         )
 
@@ -63,9 +65,9 @@ class Score:
         return perplexity(self.loss)
 
     @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte; NaN if no scored token represents a byte."""
-        return self.nats / (self.bytes * math.log(2)) if self.bytes else math.nan
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte; None where ids do not keep the text, NaN if no scored token represents a byte."""
+        return None if self.bytes is None else self.nats / (self.bytes * math.log(2)) if self.bytes else math.nan
 
     @property
     def accuracy(self) -> float | None:
@@ -73,7 +75,7 @@ class Score:
         return None if self.likeliest is None or not self.tokens else self.likeliest / self.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as a JSON object."""
+        """The figures as a JSON object; null for bytes that are not known."""
         accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
         return {
             "loss": self.loss,
@@ -87,13 +89,14 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class SetScore:
-    """The score of one set, with its numbers of rows and documents."""
+    """The score of one set, with its numbers of rows and documents, and why it has no bytes (`SetSpan.text_loss`)."""
 
     name: str
     tags: tuple[str, ...]
     score: Score
     rows: int
     documents: int
+    text_loss: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ class Average:
     sets: tuple[str, ...]
     micro: Score
     macro_loss: float
-    macro_bits_per_byte: float
+    macro_bits_per_byte: float | None
 
     @property
     def macro_perplexity(self) -> float:
@@ -161,11 +164,11 @@ class EvalResult:
 
         `loss` and `bpb` are micro averages, `macro_loss` and `macro_bpb` macro averages (not given for a tag of one
         set); a set is a tag of its own name. The micro loss of a tag that only exists as a parent (`a` of `a/b`) is
-        called `micro_loss`.
+        called `micro_loss`. Bits per byte that are not known are left out.
         """
         start = f"{prefix}/" if prefix else ""
         overall = self.overall
-        metrics = {
+        metrics: dict[str, float | None] = {
             f"{start}loss": overall.micro.loss,
             f"{start}perplexity": overall.micro.perplexity,
             f"{start}bpb": overall.micro.bits_per_byte,
@@ -188,7 +191,7 @@ class EvalResult:
             if tag not in explicit or len(average.sets) > 1:
                 metrics[f"{start}{tag}/macro_loss"] = average.macro_loss
                 metrics[f"{start}{tag}/macro_bpb"] = average.macro_bits_per_byte
-        return metrics
+        return {name: value for name, value in metrics.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """The result as mappings, lists and numbers (some of which may not be finite)."""
@@ -200,6 +203,7 @@ class EvalResult:
                     "documents": one.documents,
                     "rows": one.rows,
                     "tags": list(one.tags),
+                    **({} if one.text_loss is None else {"no_bits_per_byte": one.text_loss}),
                 }
                 for one in self.sets
             },
@@ -311,8 +315,22 @@ def summarize(sequences: EvalSequences, scores: RowScores, *, max_rows_per_set: 
             tokens += int(taken.scored_tokens.sum())
             num_bytes += int(taken.scored_bytes.sum())
         likeliest = None if scores.likeliest is None else int(scores.likeliest[rows].sum())
-        score = Score(nats=float(scores.nats[rows].sum()), tokens=tokens, bytes=num_bytes, likeliest=likeliest)
-        sets.append(SetScore(name=span.name, tags=span.tags, score=score, rows=count, documents=span.documents))
+        score = Score(
+            nats=float(scores.nats[rows].sum()),
+            tokens=tokens,
+            bytes=num_bytes if span.text_loss is None else None,
+            likeliest=likeliest,
+        )
+        sets.append(
+            SetScore(
+                name=span.name,
+                tags=span.tags,
+                score=score,
+                rows=count,
+                documents=span.documents,
+                text_loss=span.text_loss,
+            )
+        )
     return EvalResult(sets=tuple(sets))
 
 
@@ -331,13 +349,15 @@ def with_parents(tag: str) -> tuple[str, ...]:
 def _average(sets: Sequence[SetScore]) -> Average:
     # A set without scored tokens has no loss, and a macro average over it would be NaN.
     scored = [one.score for one in sets if one.score.tokens]
-    with_bytes = [score.bits_per_byte for score in scored if score.bytes]
+    # A set without bytes (nothing but EOS is scored) has no bits per byte; of one whose bytes are unknown, nothing is
+    # known about the average either.
+    with_bytes = [score.bits_per_byte for score in scored if score.bytes != 0]
     return Average(
         sets=tuple(one.name for one in sets),
         # The start is a real score: one with `likeliest` None would drop the accuracy.
         micro=sum(scored[1:], start=scored[0]) if scored else Score(nats=0.0, tokens=0, bytes=0),
         macro_loss=_mean([score.loss for score in scored]),
-        macro_bits_per_byte=_mean(with_bytes),
+        macro_bits_per_byte=None if None in with_bytes else _mean([bits for bits in with_bytes if bits is not None]),
     )
 
 

@@ -52,6 +52,9 @@ def format_result(result: EvalResult, facts: Mapping[str, str] | None = None, *,
     # A fixed width and no colors: the text goes to logs and files too, and must not depend on the terminal.
     Console(file=out, width=width, color_system=None).print(result_table(result))
     text = "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+    for one in result.sets:
+        if one.text_loss is not None:
+            text += f"\nno bits/byte for {one.name}: {one.text_loss}"
     if facts:
         longest = max(map(len, facts))
         text += "".join(f"\n{name:<{longest}}  {value}" for name, value in facts.items())
@@ -78,7 +81,7 @@ def write_result(path: str, result: EvalResult, facts: Mapping[str, Any] | None 
 def _cells(score: Score) -> list[str]:
     return [
         f"{score.tokens:,}",
-        f"{score.bytes:,}",
+        "–" if score.bytes is None else f"{score.bytes:,}",
         _number(score.loss, 4),
         _number(score.perplexity, 3),
         _number(score.bits_per_byte, 4),
@@ -99,7 +102,7 @@ def _macro_cells(average: Average) -> list[str]:
     ]
 
 
-def _number(value: float, digits: int) -> str:
-    if math.isnan(value):
+def _number(value: float | None, digits: int) -> str:
+    if value is None or math.isnan(value):
         return "–"
     return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}g}"

@@ -11,6 +11,7 @@ special tokens, which a stop string may name.
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config.errors import unknown_names
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate, select_template
+from levanter.data.tokenizer import EMPTY_PROMPT_NOTE, empty_text_ids
 from levanter.inference.constraint import Constraints
 from levanter.inference.requests import (
     ConstraintKind,
@@ -30,6 +32,8 @@ from levanter.inference.requests import (
     merge_stop_ids,
 )
 from levanter.inference.scheduler import Schedule
+
+logger = logging.getLogger(__name__)
 
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("json_object", "json_schema", "regex", "grammar")
 RESPONSE_FORMAT = "response_format"
@@ -167,7 +171,7 @@ def engine_request(
     else:
         tokens = prompt.prompt
     if not tokens:
-        problems.append("prompt: empty; at least one token is required")
+        problems.append("prompt: empty, and there is no BOS to begin with; at least one token is required")
     wrong = [n for n, i in enumerate(tokens) if not 0 <= i < vocab_size]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
@@ -366,9 +370,21 @@ class PromptReader:
             raise PromptTooLongError(message)
         return text
 
-    def _prompt_ids(self, text: str) -> list[int]:
+    def _prompt_ids(self, text: str) -> Sequence[int]:
         self._check_length(text)
-        return self.encode_with_special_tokens(text)
+        ids = self.encode_with_special_tokens(text)
+        # An explicit key decides: without BOS there is nothing to begin with.
+        if ids or self.rules.enforce_bos is False:
+            return ids
+        return self._empty_text_ids
+
+    @cached_property
+    def _empty_text_ids(self) -> tuple[int, ...]:
+        ids = empty_text_ids(self.tokenizer, self.frame)
+        if ids:
+            # Logged once: a server may have thousands of such prompts.
+            logger.info("%s", EMPTY_PROMPT_NOTE)
+        return ids
 
     def _chat_ids(self, messages: Sequence[Mapping[str, object]], more: Mapping[str, object]) -> list[int]:
         text = self._render(messages, more)
@@ -381,11 +397,7 @@ class PromptReader:
 
         No text that fits into the context is longer, unless the tokenizer removes a part of it.
         """
-        try:
-            longest = int(self.tokenizer.byte_lengths().max(initial=1))
-        # A tokenizer that spells its tokens in an unknown way.
-        except ValueError:
-            longest = 1
+        longest = int(self.tokenizer.byte_lengths().max(initial=1))
         return max(MIN_TEXT_BYTES, self.schedule.context * longest)
 
     def _check_length(self, text: str) -> None:

@@ -38,8 +38,10 @@ def main(config: TrainLmConfig) -> int:
         return PREEMPTED
     if not isinstance(done.evaluation, EvalResult):
         raise ValueError("the demo compares a held-out loss, and nothing was evaluated; use config/train/demo.yaml")
+    if (bits := done.evaluation.overall.micro.bits_per_byte) is None:
+        raise ValueError("the demo compares bits per byte, and the ids of data.tokenizer do not keep the text")
     # Bits per byte to nats per byte.
-    loss = math.log(2) * done.evaluation.overall.micro.bits_per_byte
+    loss = math.log(2) * bits
     entropy = bigram_entropy(python_docs_text().encode())
     print(f"held-out loss {loss:.3f} nats per byte; the text's bigram entropy {entropy:.3f} nats per byte")
     if loss < entropy:

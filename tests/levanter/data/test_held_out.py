@@ -34,7 +34,7 @@ def data_of(**more):
 
 def test_the_same_predictions():
     _, data = data_of(num_validation_sequences={"a": 7, "c": 5})
-    sequences = held_out_sequences(data, TOKENIZER.byte_lengths())
+    sequences = held_out_sequences(data, TOKENIZER)
     assert [span.name for span in sequences.sets] == ["a/held_out", "c/held_out"]
     for span, one in zip(sequences.sets, (data.sets[0], data.sets[2]), strict=True):
         rows = one.held_out_rows(0, one.held_out)
@@ -45,12 +45,12 @@ def test_the_same_predictions():
         assert trained == scored and len(scored) > 50
         assert (taken.tokens == rows.tokens).all() and (taken.loss_mask == (rows.loss_weights > 0)).all()
     _, whole = data_of()
-    assert held_out_sequences(whole, TOKENIZER.byte_lengths()) is None
+    assert held_out_sequences(whole, TOKENIZER) is None
 
 
 def test_beside_other_sets():
     _, data = data_of(num_validation_sequences={"b": 6})
-    held = held_out_sequences(data, TOKENIZER.byte_lengths())
+    held = held_out_sequences(data, TOKENIZER)
     validation = LmDataConfig(components={"v": DirectDatasetComponent(datasets={"validation": ["the x and é"] * 5})})
     other = build_sequences(resolve_evaluation(validation).sets, TOKENIZER, max_length=16)
     both = concatenate_sequences(other, held)

@@ -158,6 +158,9 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
     except (DataError, MissingFileError, UnreadableFileError) as error:
         checks.append(Check(name="text", status="error", message=str(error), error=error))
         batches, how, sequences = None, "the text cannot be read", None
+    if sequences is not None:
+        losses = (f"no bits per byte for {loss}" for loss in sequences.text_losses)
+        checks += [Check(name="data", status="note", message=message) for message in losses]
     return pretrained.run_plan(
         NAME,
         target,

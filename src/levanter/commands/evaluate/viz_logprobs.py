@@ -130,7 +130,7 @@ def finish(plan: RunPlan[VizWork], texts: list[ScoredText], session: Session) ->
     if session.show:
         page = logprob_page(
             texts,
-            pretrained.tokenizer.decode,
+            pretrained.tokenizer,
             title=f"Log-probabilities of {pretrained.checkpoint.description.split(' (')[0]}",
             facts={
                 "model": pretrained.checkpoint.description,

@@ -22,6 +22,7 @@ from levanter.commands.generate.plan import GenerateWork
 from levanter.commands.generate.sample_config import SampleLmConfig
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.config import ExplicitKeys
+from levanter.data.tokenizer import EMPTY_PROMPT_NOTE, empty_text_ids
 from levanter.distributed.compile_barrier import jit_together
 from levanter.inference.capacity import DecodeCost
 from levanter.inference.detokenizer import ChoiceText
@@ -110,9 +111,10 @@ def _requests(config: SampleLmConfig, pretrained: PretrainedModel) -> Iterator[R
     tokenizer = pretrained.tokenizer
     ends = end_of_text_ids(tokenizer)
     for n, ids in enumerate(tokenizer.encode_batch(config.texts)):
+        tokens = tuple(tokenizer.frame.around(ids.tolist())) or empty_text_ids(tokenizer, tokenizer.frame)
         yield Request(
             id=str(n),
-            tokens=(tokens := tuple(tokenizer.frame.around(ids.tolist()))),
+            tokens=tokens,
             continued=tokens,
             params=config.sampling,
             seed=config.seed,
@@ -126,6 +128,9 @@ def _prompt_checks(requests: Sequence[Request], work: GenerateWork) -> Iterator[
     if not requests:
         error = ValueError("prompts: an empty list; give at least one prompt")
         yield Check(name="prompts", status="error", message=str(error), error=error)
+    tokenizer = work.pretrained.tokenizer
+    if not tokenizer.frame.around(()) and any(request.tokens == (tokenizer.bos_id,) for request in requests):
+        yield Check(name="prompts", status="note", message=EMPTY_PROMPT_NOTE)
     for n, request in enumerate(requests):
         try:
             schedule.check(request)

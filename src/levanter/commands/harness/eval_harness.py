@@ -125,6 +125,8 @@ def finish(plan: RunPlan[HarnessWork], done: HarnessResult, session: Session) ->
         if session.show:
             log = done.results["levanter"]
             print(results.results_table(done.results))
+            for task, reason in log["no_bits_per_byte"].items():
+                print(f"no bits_per_byte and byte_perplexity for {task}: {reason}")
             count = sum(log["requests"].values())
             print(
                 f"{count:,} requests, {log['tokens']:,} tokens in {log['seconds']:.1f} s, compilation included; "

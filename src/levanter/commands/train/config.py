@@ -123,7 +123,7 @@ class TrainLmConfig(Ranged):
         # `generation:` alone is no error: tasks of the harness may use it.
         if self.sample_prompts is None:
             return ["sample_every: there are no sample_prompts to sample"] if self.sample_every is not None else []
-        problems = [f"sample_prompts[{n}]: empty" for n, prompt in enumerate(self.sample_prompts) if not prompt]
+        problems: list[str] = []
         if not self.sample_prompts:
             problems.append("sample_prompts: an empty list; give at least one prompt, or leave it out")
         if self.sample_every is None:

@@ -5,6 +5,9 @@ part of a character (decoded alone, it becomes U+FFFD), and decoders treat the f
 bytes are computed from the vocabulary's spelling. *Byte-level* vocabularies (GPT-2) spell every byte as one character
 of a fixed alphabet of 256. *Metaspace* vocabularies (SentencePiece) spell a space as `▁`, and a byte without a token as
 `<0x0A>`.
+
+A count of bytes means something only where the ids keep the text: an unknown token stands for any character, and a
+normalizer may have lower-cased or composed what it read. `text_loss` says which definitions may lose text.
 """
 
 import re
@@ -50,18 +53,72 @@ def byte_lengths(definition: Mapping[str, Any]) -> np.ndarray:
 
     Args:
         definition: a parsed tokenizer.json.
-
-    Raises:
-        ValueError: the tokenizer spells its tokens in an unknown way.
     """
-    lengths = np.zeros(count_ids(definition), np.int32)
-    read = byte_reader(definition)
-    for token, i in vocabulary(definition).items():
-        lengths[i] = len(read(token))
-    for added in definition.get("added_tokens") or ():
-        # Special tokens stand for no text, so they add no bytes to bits per byte.
-        lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    lengths = np.array([len(spelling) for spelling in spelled_bytes(definition)], np.int32)
+    # Special tokens stand for no text, so they add no bytes to bits per byte.
+    lengths[[token["id"] for token in definition.get("added_tokens") or () if token.get("special")]] = 0
     return lengths
+
+
+def spelled_bytes(definition: Mapping[str, Any]) -> list[bytes]:
+    """The bytes of each id within a text; nothing for ids without a token."""
+    spellings = [b""] * count_ids(definition)
+    read, before = byte_reader(definition), b" " if _joins_words(definition) else b""
+    for token, i in vocabulary(definition).items():
+        spellings[i] = read(token)
+    for added in definition.get("added_tokens") or ():
+        spellings[added["id"]] = before + added["content"].encode()
+    return spellings
+
+
+_LOSSY_NORMALIZERS = (
+    "Lowercase",
+    "StripAccents",
+    "BertNormalizer",
+    "NFD",
+    "NFKC",
+    "NFKD",
+    "Nmt",
+    "Precompiled",
+    "Strip",
+)
+_LOSSY_SPLITS = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit")
+
+
+def text_loss(definition: Mapping[str, Any]) -> str | None:
+    """Why the ids of a text may not have its bytes; None for definitions that keep every text.
+
+    NFC is not counted as a loss: nearly all text is in this form already.
+
+    Args:
+        definition: a parsed tokenizer.json.
+    """
+    model, kinds = definition["model"], {part["type"] for part in _components(definition, "decoder")}
+    if unknown := kinds - _KNOWN_DECODERS:
+        return f"it joins tokens by {', '.join(sorted(unknown))}"
+    if _joins_words(definition):
+        return "it joins tokens by spaces"
+    for part in _components(definition, "normalizer"):
+        replaces_space = part["type"] == "Replace" and part["pattern"].get("String") == " "
+        if part["type"] in _LOSSY_NORMALIZERS or (part["type"] == "Replace" and not replaces_space):
+            return f"its normalizer {part['type']} changes text"
+    for part in _components(definition, "pre_tokenizer"):
+        if part["type"] in _LOSSY_SPLITS or part.get("behavior") == "Removed":
+            return f"its pre-tokenizer {part['type']} removes spaces"
+    keeps_bytes = _is_byte_level(definition) or _falls_back(definition)
+    if not keeps_bytes and model.get("unk_token") is None and model.get("unk_id") is None:
+        return "it drops characters that are not in its vocabulary"
+    return None
+
+
+def unknown_id(definition: Mapping[str, Any]) -> int | None:
+    """The id of the token that stands for characters outside the vocabulary; None if there is none."""
+    model = definition["model"]
+    if isinstance(number := model.get("unk_id"), int):
+        return number
+    added = {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
+    unknown = model.get("unk_token")
+    return (added | vocabulary(definition)).get(unknown) if isinstance(unknown, str) else None
 
 
 def _components(definition: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
@@ -80,20 +137,37 @@ def _components(definition: Mapping[str, Any], name: str) -> Iterator[Mapping[st
     yield from walk(definition.get(name))
 
 
+_KNOWN_DECODERS = frozenset({"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"})
+
+
+def _is_byte_level(definition: Mapping[str, Any]) -> bool:
+    kinds = {part["type"] for part in _components(definition, "decoder")}
+    splits = {part["type"] for name in ("pre_tokenizer", "normalizer") for part in _components(definition, name)}
+    # Some definitions have a byte-level pre-tokenizer and no decoder at all.
+    return "ByteLevel" in kinds or (not kinds and "ByteLevel" in splits)
+
+
+def _falls_back(definition: Mapping[str, Any]) -> bool:
+    """Whether `<0x0A>` is one byte; otherwise it is text that happens to look like that."""
+    kinds = {part["type"] for part in _components(definition, "decoder")}
+    return "ByteFallback" in kinds or bool(definition["model"].get("byte_fallback"))
+
+
+def _joins_words(definition: Mapping[str, Any]) -> bool:
+    """Whether tokens are joined by spaces: those of WordPiece, and those of definitions without a decoder."""
+    kinds = {part["type"] for part in _components(definition, "decoder")}
+    return "WordPiece" in kinds or (not kinds and not _is_byte_level(definition))
+
+
 def byte_reader(definition: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """The function from a token, as the vocabulary spells it, to the bytes that it stands for.
+    """The function from a token, as the vocabulary spells it, to the bytes that it stands for within a text.
+
+    WordPiece and WordLevel vocabularies put a space before each word.
 
     Args:
         definition: a parsed tokenizer.json.
-
-    Raises:
-        ValueError: the tokenizer spells its tokens in an unknown way.
     """
-    decoders = list(_components(definition, "decoder"))
-    kinds = {part["type"] for part in decoders}
-    splits = {part["type"] for part in _components(definition, "pre_tokenizer")}
-    # Some definitions have a byte-level pre-tokenizer and no decoder at all.
-    if "ByteLevel" in kinds or (not kinds and "ByteLevel" in splits):
+    if _is_byte_level(definition):
         alphabet = byte_alphabet()
 
         def of_bytes(token: str) -> bytes:
@@ -103,22 +177,26 @@ def byte_reader(definition: Mapping[str, Any]) -> Callable[[str], bytes]:
             return token.encode()
 
         return of_bytes
+    decoders = list(_components(definition, "decoder"))
     spaces = [part["replacement"] for part in decoders if part["type"] == "Metaspace"]
     spaces += [
         part["pattern"]["String"]
         for part in decoders
         if part["type"] == "Replace" and part.get("content") == " " and "String" in part["pattern"]
     ]
-    if unknown := kinds - {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
-        raise ValueError(f"tokens decoded by {', '.join(sorted(unknown))} cannot be counted in bytes")
-    # With byte fallback `<0x0A>` is one byte; without it, it is text that happens to look like that.
-    falls_back = "ByteFallback" in kinds or bool(definition["model"].get("byte_fallback"))
+    continuations = [part["prefix"] for part in decoders if part["type"] == "WordPiece"]
+    joins_words = _joins_words(definition)
+    falls_back = _falls_back(definition)
 
     def of_text(token: str) -> bytes:
         if falls_back and _BYTE.match(token):
             return bytes([int(token[3:5], 16)])
         for space in spaces:
             token = token.replace(space, " ")
-        return token.encode()
+        if not joins_words:
+            return token.encode()
+        if any(token.startswith(continuation) for continuation in continuations):
+            return token.removeprefix(continuations[0]).encode()
+        return f" {token}".encode()
 
     return of_text

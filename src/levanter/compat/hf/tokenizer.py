@@ -8,7 +8,7 @@ generation and serving apply; training and evaluation add BOS and EOS by their o
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 
 from levanter.compat.hf.errors import ConfigMismatchError, CorruptFileError
-from levanter.compat.hf.token_bytes import byte_lengths, byte_reader, count_ids
+from levanter.compat.hf.token_bytes import byte_lengths, count_ids, spelled_bytes, text_loss, unknown_id
 from levanter.data.incremental_detokenizer import WindowStream
 from levanter.data.tokenizer import TextFrame, TextStream, Tokenizer
 
@@ -126,6 +126,45 @@ class FastTokenizer:
     def _byte_lengths(self) -> np.ndarray:
         return byte_lengths(self.definition)
 
+    def byte_counts(self, text: str, ids: np.ndarray) -> np.ndarray | None:
+        """The UTF-8 bytes of a text that each of its ids stands for; see `Tokenizer.byte_counts`."""
+        spellings = self._spelled_bytes
+        spelled, content = b"".join(map(spellings.__getitem__, ids.tolist())), text.encode(errors="surrogatepass")
+        if spelled not in (content, b" " + content):
+            return None
+        counts = self._spelled_lengths[ids]
+        if len(spelled) > len(content):
+            # The space that many vocabularies put before a text is the first byte of the first token that has any.
+            counts[np.flatnonzero(counts)[0]] -= 1
+        return counts
+
+    def lost_text(self, ids: np.ndarray) -> str | None:
+        """Why the bytes of ids without their text are not known; see `Tokenizer.lost_text`."""
+        if (loss := self._text_loss) is not None:
+            return f"tokenizer {self.name}: {loss}"
+        unknown = unknown_id(self.definition)
+        if unknown is not None and (count := int(np.count_nonzero(ids == unknown))):
+            return f"{count:,} tokens are {self.token(unknown)}, which stands for any text"
+        return None
+
+    @cached_property
+    def _text_loss(self) -> str | None:
+        return text_loss(self.definition)
+
+    @cached_property
+    def _spelled_bytes(self) -> list[bytes]:
+        return spelled_bytes(self.definition)
+
+    @cached_property
+    def _spelled_lengths(self) -> np.ndarray:
+        return np.array([len(spelling) for spelling in self._spelled_bytes], np.int32)
+
+    @property
+    def adds_space(self) -> bool:
+        """Whether a text begins with a space that the tokenizer adds."""
+        (ids,) = self.encode_batch(["a"])
+        return b"".join(self._spelled_bytes[i] for i in ids.tolist()).startswith(b" ")
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of a sequence of ids, including special tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -159,19 +198,10 @@ class FastTokenizer:
         return self._tokenizer.id_to_token(i)
 
     def token_bytes(self, i: int) -> bytes:
-        """The bytes that a token stands for; for an added token, those of its spelling.
-
-        Raises:
-            ValueError: the tokenizer spells its tokens in an unknown way.
-        """
-        token = self.token(i)
-        if token is None:
-            return b""
-        return token.encode() if i in self.added_ids else self._byte_reader(token)
-
-    @cached_property
-    def _byte_reader(self) -> Callable[[str], bytes]:
-        return byte_reader(self.definition)
+        """The bytes that a token stands for within a text; for an added token, those of its spelling."""
+        if i in self.added_ids:
+            return (self.token(i) or "").encode()
+        return self._spelled_bytes[i] if 0 <= i < len(self._spelled_bytes) else b""
 
     @cached_property
     def added_ids(self) -> frozenset[int]:

@@ -3,7 +3,7 @@
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -82,6 +82,7 @@ def run_tasks(
     # Samples have files of their own.
     samples = results.pop("samples", {})
     log = model.log
+    drop_byte_metrics(results, samples, log.lost_texts)
     results["levanter"] = {
         "requests": log.requests,
         "request_digest": log.digest,
@@ -89,10 +90,43 @@ def run_tasks(
         "tokens": log.tokens,
         "tokens_asked_alone": log.unshared_tokens,
         "cut_requests": log.truncated,
+        "no_bits_per_byte": {
+            task: f"the ids of {len(names):,} texts do not keep them; the first is {names[0]}"
+            for task, names in log.lost_texts.items()
+        },
         "seconds": log.seconds,
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
     }
     return results, samples
+
+
+_BYTE_METRICS = ("bits_per_byte", "byte_perplexity")
+
+
+def drop_byte_metrics(results: Mapping[str, Any], samples: Mapping[str, Any], tasks: Collection[str]) -> None:
+    """Removes the metrics per byte of tasks, and of groups with these tasks, from results and samples.
+
+    Args:
+        results: lm_eval's results.
+        samples: lm_eval's samples, by task.
+        tasks: those with texts that their ids do not keep: their log-probabilities are of other texts.
+    """
+    subtasks: Mapping[str, list[str]] = results.get("group_subtasks") or {}
+
+    def is_lost(name: str) -> bool:
+        return name in tasks or any(is_lost(part) for part in subtasks.get(name, ()))
+
+    for table in ("results", "groups"):
+        for name, metrics in (results.get(table) or {}).items():
+            if is_lost(name):
+                # A key is `bits_per_byte,none` or `bits_per_byte_stderr,none`.
+                for key in [key for key in metrics if key.startswith(_BYTE_METRICS)]:
+                    del metrics[key]
+    for task in tasks:
+        for line in samples.get(task, ()):
+            line["metrics"] = [metric for metric in line["metrics"] if metric not in _BYTE_METRICS]
+            for metric in _BYTE_METRICS:
+                line.pop(metric, None)
 
 
 def select_samples(config: HarnessConfig, samples: Mapping[str, Any]) -> Mapping[str, Any]:

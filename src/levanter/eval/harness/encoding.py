@@ -88,6 +88,11 @@ class QueryEncoder:
             for text, text_ids in zip(texts, ids, strict=True)
         ]
 
+    def keeps(self, text: str) -> bool:
+        """Whether the ids of a text keep it, so that its bytes are those of its tokens."""
+        (ids,) = self.tokenizer.encode_batch([text])
+        return self.tokenizer.byte_counts(text, ids) is not None
+
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Query]:
         """Queries for pairs of context and continuation.
 

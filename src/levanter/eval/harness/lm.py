@@ -16,6 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
 from levanter.data.chat import ChatTemplate
+from levanter.data.tokenizer import EMPTY_PROMPT_NOTE
 from levanter.eval.harness.broadcast import send_generation, send_table
 from levanter.eval.harness.encoding import HarnessError, Query, QueryEncoder
 from levanter.eval.harness.generation import Continuation, GenerationKeys, Generator
@@ -40,6 +41,7 @@ class RequestLog:
         truncated: number of queries whose beginning was dropped because they exceed the context.
         digest: hex SHA-256 of all tables and prompts.
         first_ids: the token ids of the first request of each kind.
+        lost_texts: task → names of its scored texts that their ids do not keep.
     """
 
     requests: dict[str, int] = field(default_factory=dict)
@@ -49,6 +51,7 @@ class RequestLog:
     truncated: int = 0
     digest: str = ""
     first_ids: dict[str, list[int]] = field(default_factory=dict)
+    lost_texts: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, kind: str, requests: int, token_ids: Sequence[np.ndarray], digest: str) -> None:
         """Records a list of requests of one kind."""
@@ -146,6 +149,9 @@ class HarnessLM(TemplateLM):
         """The log-probability of each text."""
         del disable_tqdm
         windows = [self.encoder.rolling_windows(request.args[0]) for request in requests]
+        for request in requests:
+            if not self.encoder.keeps(request.args[0]):
+                self.log.lost_texts.setdefault(str(request.task_name), []).append(_request_name(request))
         # A text has several windows, and errors name the text of each.
         names = [
             _request_name(request)
@@ -235,6 +241,8 @@ def continuations(
         for request in requests
     ]
     contexts = encoder.encode([request.args[0] for request in requests])
+    if not all(map(len, contexts)):
+        logger.info("%s", EMPTY_PROMPT_NOTE if encoder.tokenizer.bos_id == encoder.prefix else EOS_PROMPT_NOTE)
     prompts, errors, cut = [], [], 0
     for ids, key, request in zip(contexts, keys, requests, strict=True):
         # The whole generated text must fit after the prompt, so a long prompt loses its beginning (lm_eval's rule).
@@ -264,6 +272,7 @@ def continuations(
 
 
 _MAX_ERRORS = 5
+EOS_PROMPT_NOTE = "a prompt without text begins with EOS, since this tokenizer has no BOS"
 
 
 def context_pairs(requests: Sequence[Instance]) -> list[tuple[str, str]]:

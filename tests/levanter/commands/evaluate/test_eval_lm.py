@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.hf_folder import TEXTS, write_folder
+from helpers.drawn_tokenizers import build
+from helpers.hf_folder import CONFIG, TEXTS, write_folder
 from tokenizers import Tokenizer
 
 from levanter.commands.cli.errors import run_entry_point
@@ -58,14 +59,14 @@ def run(path, *words):
     return run_entry_point(EvalLmConfig, main, ["--config_path", path, *words])
 
 
-def torch_loss(folder, texts, length):
+def torch_loss(folder, texts, length, *, bos=1, eos=2):
     """Documents end to end in rows that share one token, as our docs say; each document sees only itself."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stream, owner = [], []
     for number, line in enumerate(texts.read_text().splitlines()):
         ids = tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids
-        ids = [1, *ids, 2]
+        ids = [bos, *ids, eos]
         stream += ids
         owner += [number] * len(ids)
     nats, count = 0.0, 0
@@ -194,3 +195,31 @@ def test_describe_needs_no_device_and_plans_a_pod(tmp_path, folder, texts):
     assert [program.name for program in plan.computing] == ["score"]
     assert "tensor<" in plan.program("score").lower(plan.mesh.abstract(), platform="tpu").as_text()
     assert np.isfinite(plan.sharding.bytes_per_device)
+
+
+def test_words_whose_ids_lose_their_text_are_scored_in_nats(tmp_path, capsys):
+    """WordPiece with lower case: torch's loss for both sets, bits per byte only for the set whose text the ids keep."""
+    built = build("wordpiece")
+    folder = write_folder(tmp_path / "model", config={**CONFIG, "vocab_size": built.get_vocab_size()})
+    built.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    sets, losses = {"kept": ["of a river", "low stones"], "lost": ["Of a River", "the ☃"]}, {}
+    components = {}
+    for name, lines in sets.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        losses[name] = torch_loss(folder, tmp_path / f"{name}.jsonl", 48, bos=0, eos=1)
+        components[name] = {"source": {"validation_urls": [str(tmp_path / f"{name}.jsonl")]}}
+    path = config_file(tmp_path, folder, "", data__components=components)
+    assert run(path) == 0
+    result, shown = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    for name, (loss, count) in losses.items():
+        assert result["sets"][name]["loss"] == pytest.approx(loss, rel=1e-5)
+        assert result["sets"][name]["tokens"] == count
+    kept, lost = result["sets"]["kept"], result["sets"]["lost"]
+    nats, count = losses["kept"]
+    size = sum(len(line.encode()) for line in sets["kept"])
+    assert kept["bytes"] == size and kept["bits_per_byte"] == pytest.approx(nats * count / size / math.log(2), rel=1e-5)
+    assert lost["bytes"] is lost["bits_per_byte"] is None and "the ids of 2 of 2 documents" in lost["no_bits_per_byte"]
+    assert result["overall"]["micro"]["bits_per_byte"] is result["overall"]["macro"]["bits_per_byte"] is None
+    assert "no bits/byte for lost: the ids of 2 of 2 documents do not keep their text" in shown

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from levanter.commands.evaluate import eval_lm, viz_logprobs
 from levanter.commands.export import export_lm_to_hf
 from levanter.commands.memorize import eval_careless_lm
 from levanter.config import load, load_written
+from levanter.data import Tokenizer
+from levanter.data.incremental_detokenizer import WindowStream
 from levanter.eval.logprob_page import ScoredText, logprob_page, pieces, shade
 from levanter.memorization.results import BookResult
 from levanter.plan.target_from_name import pod_target
@@ -189,10 +192,15 @@ def test_what_is_refused(saved, tmp_path, capsys):
 def test_pieces_join_the_parts_of_a_character():
     table = {0: b"a", 1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"\xf0", 4: b"\x9f", 5: b"\x8e\x89", 6: b"\n"}
 
-    def decode(ids):
-        return b"".join(table[i] for i in ids).decode("utf-8", errors="replace")
+    class Table:
+        def byte_lengths(self):
+            return np.array([len(table[i]) for i in range(len(table))])
 
-    assert list(pieces([0, 1, 2, 0, 3, 4, 5, 6], decode)) == [
+        def stream(self, *, special):
+            return WindowStream(lambda ids: b"".join(table[i] for i in ids).decode("utf-8", errors="replace"))
+
+    tokenizer = cast(Tokenizer, Table())
+    assert list(pieces([0, 1, 2, 0, 3, 4, 5, 6], tokenizer)) == [
         (0, 1, "a"),
         (1, 3, "é"),
         (3, 4, "a"),
@@ -200,10 +208,10 @@ def test_pieces_join_the_parts_of_a_character():
         (7, 8, "\n"),
     ]
     # What never becomes a character is shown as such.
-    assert [text for *_, text in pieces([0, 1], decode)] == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert [text for *_, text in pieces([0, 1], tokenizer)] == ["a", "\N{REPLACEMENT CHARACTER}"]
     logprobs = np.log([np.nan, 0.5, 0.25, 1.0, 0.1, 0.1, 0.1, 1e-9]).astype(np.float32)
     text = ScoredText(name="<set>", place="row 1", ids=np.array([0, 1, 2, 0, 3, 4, 5, 6]), logprobs=logprobs)
-    page = logprob_page([text], decode, title="a & b", facts={"model": "<m>"})
+    page = logprob_page([text], tokenizer, title="a & b", facts={"model": "<m>"})
     assert '<b class="s2" title="2.08 nats, p 12.5 %, 2 tokens">é</b>' in page
     assert '<b class="s8" title="6.91 nats, p 0.1 %, 3 tokens">🎉</b>' in page
     assert '<b title="not scored">a</b>' in page and '<b class="s10" title="20.72 nats, p 1.0e-09">' in page

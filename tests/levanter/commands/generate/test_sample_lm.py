@@ -14,6 +14,7 @@ from levanter.commands.generate.sample_config import PROMPTS, SampleLmConfig
 from levanter.commands.generate.upstream_engine_config import InferenceEngineConfig
 from levanter.config import ExplicitKeys, load_written
 from levanter.inference.config import InferenceConfig
+from levanter.plan.target_from_name import pod_target
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,15 @@ def test_texts_of_an_upstream_document(model, tmp_path, capsys, devices):
     ):
         assert note in said
     assert "tokens/s" in said
+
+
+def test_an_empty_prompt_begins_with_a_bos_that_the_tokenizer_does_not_write(tmp_path):
+    folder, path = write_folder(tmp_path / "model"), tmp_path / "mine.yaml"
+    path.write_text(json.dumps({"hf_checkpoint": str(folder), "prompts": ["the cat", ""], "trainer": {"mp": "f32"}}))
+    config, written = _read(path)
+    plan = sample_lm.describe(config, pod_target("v6e-4"), written=written)
+    assert plan.work.requests[0].tokens[:1] != (1,) and plan.work.requests[1].tokens == (1,)
+    assert "a prompt without text begins with BOS, which this tokenizer does not write by itself" in str(plan.checks)
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_anything_is_loaded(model, tmp_path, capsys):

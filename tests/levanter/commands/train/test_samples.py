@@ -240,7 +240,6 @@ def test_plan_counts_the_copy_and_the_cache(base, tmp_path):
         ({"sample_prompts": None}, ["sample_every: there are no sample_prompts"]),
         ({"sample_every": None}, ["sample_every: not set"]),
         ({"sample_prompts": [], "sample_every": None}, ["sample_prompts: an empty list", "sample_every: not set"]),
-        ({"sample_prompts": ["the", ""]}, ["sample_prompts[1]: empty"]),
         ({"sample_every": 0}, ["sample_every"]),
         ({"generation": {"sampling": {"echo": True}, "prompt_logprobs": True}},
          ["generation.sampling.echo", "generation.prompt_logprobs"]),

@@ -125,11 +125,15 @@ def test_added_tokens_count_their_text_and_special_ones_nothing():
     assert found.decode(ids) == "a→→<|end|>"
 
 
-def test_a_decoder_that_cannot_be_counted():
+def test_words_and_their_continuations():
     built = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     built.decoder = decoders.WordPiece()
-    with pytest.raises(ValueError, match="tokens decoded by WordPiece cannot be counted in bytes"):
-        ours(built).byte_lengths()
+    tokenizer = ours(built)
+    assert [tokenizer.token_bytes(i) for i in (1, 2)] == [b" a", b"b"]
+    assert tokenizer.byte_counts("ab a", np.array([1, 2, 1])).tolist() == [1, 1, 2]
+    assert tokenizer.byte_counts("ab  a", np.array([1, 2, 1])) is None
+    assert "WordPiece" in (tokenizer.lost_text(np.array([1])) or "")
 
 
 def test_a_unigram_vocabulary():

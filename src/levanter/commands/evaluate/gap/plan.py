@@ -14,7 +14,7 @@ from levanter.commands.evaluate.eval_lm import EvalWork
 from levanter.commands.evaluate.gap.config import GapModelConfig, PerplexityGapConfig
 from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.config import ExplicitKeys
-from levanter.data import AbsentTextError, DataError, resolve_evaluation
+from levanter.data import AbsentTextError, DataError, EvalSequences, resolve_evaluation
 from levanter.data.config import DirectDatasetComponent, LmDataConfig
 from levanter.data.gap_texts import ComparedText, read_compared_texts
 from levanter.io import MissingFileError, UnreadableFileError
@@ -74,6 +74,9 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
     for key, model in config.models.items():
         plans[key] = eval_lm.describe(_evaluation(config, model, texts), target, written=_written(key, model, written))
         checks += _checks(key, model, plans[key], bool(texts))
+        sequences = plans[key].work.sequences
+        if sequences is not None and (error := lost_text_error(key, sequences)) is not None:
+            checks.append(Check(name=f"{key}: data", status="error", message=str(error), error=error))
     if config.trainer.max_eval_batches is not None:
         message = "trainer.max_eval_batches: no effect; max_docs_per_dataset and max_doc_bytes limit what is read"
         checks.append(Check(name="config", status="note", message=message))
@@ -116,6 +119,14 @@ def describe(config: PerplexityGapConfig, target: Target, *, written: ExplicitKe
         work=GapWork(config=config, texts=texts, halves=tuple(halves)),
         searchable=first.searchable if not others else "a layout of two models is not searched",
     )
+
+
+def lost_text_error(key: str, sequences: EvalSequences) -> DataError | None:
+    """The error of a model whose ids do not keep the texts: its losses are not those of the texts' bytes."""
+    if not sequences.text_losses:
+        return None
+    losses = "\n".join(f"{key}: bits per byte of {loss}" for loss in sequences.text_losses)
+    return DataError(f"{losses}\n  → a model whose tokenizer keeps the texts, or sets without these documents")
 
 
 def _texts(config: PerplexityGapConfig) -> tuple[tuple[ComparedText, ...], list[Check]]:

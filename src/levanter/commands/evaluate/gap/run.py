@@ -24,7 +24,7 @@ from levanter.commands.cli.outputs import write_all
 from levanter.commands.cli.runner import run_config
 from levanter.commands.evaluate import eval_lm
 from levanter.commands.evaluate.gap.config import PerplexityGapConfig
-from levanter.commands.evaluate.gap.plan import NAME, GapWork, ModelHalf, describe
+from levanter.commands.evaluate.gap.plan import NAME, GapWork, ModelHalf, describe, lost_text_error
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.config import ExplicitKeys
 from levanter.data import EvalBatches, EvalSequences
@@ -72,8 +72,10 @@ def execute(plan: RunPlan[GapWork], mesh: Mesh | None, session: Session | None =
     show = session is not None and session.show
     # Texts of both models first: problems with them are reported before a weight is read.
     rows = [half.work.sequences or eval_lm.tokenize(half.work, show=show) for half in plan.work.halves]
-    for sequences in rows:
+    for half, sequences in zip(plan.work.halves, rows, strict=True):
         require_same_text(sequences)
+        if (error := lost_text_error(half.key, sequences)) is not None:
+            raise error
     return tuple(
         _scored(plan.work, half, sequences, plan.program(half.program), mesh, show=show)
         for half, sequences in zip(plan.work.halves, rows, strict=True)

@@ -126,7 +126,7 @@ def validation_rows(
         with_text = evaluation_rows(config, validation.sets, tokenizer, max_length=positions, vocab_size=vocab_size)
     if data is not None:
         separate = config.block_cross_document_attention
-        held_out = held_out_sequences(data, tokenizer.byte_lengths(), separate_documents=separate)
+        held_out = held_out_sequences(data, tokenizer, separate_documents=separate)
     sequences = concatenate_sequences(with_text, held_out)
     assert sequences is not None, "a run without validation sets has no evaluation"
     return sequences
@@ -213,8 +213,8 @@ class Evaluate(TrainingEvaluation):
         running.session.tracker.log(self.result.metrics(self.prefix), step=max(taken - 1, 0))
         overall = self.result.overall.micro
         bits = overall.bits_per_byte
-        # NaN where a tokenizer has no byte lengths.
-        progress_note = "" if np.isnan(bits) else f", {bits:.4f} bits per byte"
+        # None where ids do not keep the text.
+        progress_note = "" if bits is None else f", {bits:.4f} bits per byte"
         progress_note += (
             "" if overall.accuracy is None else f", {overall.accuracy:.1%} of the tokens were the likeliest"
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 from helpers.hf_folder import CONFIG, byte_level_tokenizer, tensors, write_folder
+from tokenizers import normalizers
 
 from levanter.commands.cli.errors import run_entry_point
 from levanter.commands.evaluate import eval_lm
@@ -176,3 +177,19 @@ def test_it_is_planned_for_a_pod(folder, tmp_path):
     # The larger one is what lies on a chip.
     assert plan.load is plan.work.halves[0].work.pretrained.load_plan
     assert {each.program: each.executions is not None for each in plan.workloads} == {"score_a": True, "score_b": True}
+
+
+def test_texts_that_ids_do_not_keep_are_refused(folder, tmp_path, capsys):
+    """A tokenizer with lower case and one text with a capital: its losses are those of another text."""
+    built = byte_level_tokenizer(262)
+    built.normalizer = normalizers.Lowercase()
+    built.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a cat", "The cat"]))
+    sets = {"web": {"source": {"validation_urls": [str(tmp_path / "texts.jsonl")]}}}
+    config = document(folder, datasets=sets)
+    config["model_b"]["tokenizer"] = str(tmp_path)
+    assert run(tmp_path, config) == 2
+    error = capsys.readouterr().err
+    assert "model_b: bits per byte of web: the ids of 1 of 2 documents do not keep their text" in error
+    assert "its normalizer Lowercase changes text" in error and "model_a: bits" not in error
+    assert "→ a model whose tokenizer keeps the texts" in error
