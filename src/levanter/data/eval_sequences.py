@@ -438,11 +438,11 @@ def _tokenize(
         skipped=skipped,
         chars=chars,
         byte_counts=compact_counts(np.concatenate(counts) if counts else np.array([], np.int32)),
-        text_loss=_loss_of(lost, documents, tokenizer),
+        text_loss=_lost_documents(lost, documents, tokenizer),
     )
 
 
-def _loss_of(lost: Sequence[str], documents: int, tokenizer: Tokenizer) -> str | None:
+def _lost_documents(lost: Sequence[str], documents: int, tokenizer: Tokenizer) -> str | None:
     """Why a set has no bytes, some of whose documents are lost in their ids."""
     if not lost:
         return None

@@ -8,58 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.chat_templates import DOCUMENTS, NAMED, TEMPLATES, TOOL, drawn_messages
 from helpers.drawn_tokenizers import build
 from transformers import AutoTokenizer
 
 from levanter.compat.open import load_tokenizer
 from levanter.data.chat import ChatTemplate, select_template
 from levanter.data.errors import DataError
-
-PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
-TEMPLATES = {
-    "plain": PLAIN + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-    # Names of tokens that the tokenizer may not have.
-    "tokens": "{{ bos_token }}{{ pad_token if pad_token is defined }}{{ unk_token|default('none') }}" + PLAIN,
-    "concatenates": "{% set text = eos_token + '!' %}{{ text }}" + PLAIN,
-    # As Llama 3.1 does.
-    "tools is not none": "{% if not tools is defined %}UNDEFINED{% endif %}{% if tools is not none %}"
-    "{{ tools | tojson(indent=4) }}{% endif %}{% if documents %}{{ documents[0].text }}{% endif %}" + PLAIN,
-    # As GLM and MiniMax do.
-    "tojson": "{% for t in tools or [] %}{{ t | tojson(ensure_ascii=False, sort_keys=true) }}"
-    "{{ t.function | tojson(separators=(',', ':')) }}{{ t | tojson(ensure_ascii=true) }}{% endfor %}" + PLAIN,
-    "documents": "{% if documents is none %}no documents{% else %}{% for d in documents %}{{ d.title }}: {{ d.text }}"
-    "{% endfor %}{% endif %}" + PLAIN,
-    # As DeepSeek and gpt-oss do.
-    "reasoning": "{% for m in messages %}{{ m.role }}{% if m.reasoning_content is defined %}<think>"
-    "{{ m.reasoning_content }}</think>{% endif %}{{ m.thinking }}{{ m.content }}{% endfor %}",
-    "null": "{% for m in messages %}{{ m.role }}:{{ m.name is defined }}{{ m.tool_calls is defined }}"
-    "{% if 'content' in m %}{{ m.content }}{% endif %}{% endfor %}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if ns.n > 2 %}"
-    "{% break %}{% endif %}{{ ns.n }}{{ m.content }}{% endfor %}{{ dict(a=1)['a'] }}",
-    "strips": "{%- for m in messages -%}\n  {{- m['content'] | trim -}}\n  {% endfor %}\n{{ 'x' if custom else 'y' }}",
-    "refuses": "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN,
-    "marks": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
-}
-NAMED = [
-    {"name": "default", "template": TEMPLATES["plain"]},
-    {"name": "tool_use", "template": "{{ tools | tojson }}" + TEMPLATES["plain"]},
-    {"name": "rag", "template": TEMPLATES["documents"]},
-]
-TOOL = {"type": "function", "function": {"name": "größe", "description": "<b> & é", "parameters": {"type": "object"}}}
-DOCUMENTS = [{"title": "one", "text": "a river"}, {"title": "two", "text": "low stones"}]
-
-
-def _messages(rng: random.Random) -> list[dict[str, Any]]:
-    first = [{"role": "system", "content": "then"}] if rng.random() < 0.6 else []
-    answer = rng.choice(
-        [
-            {"role": "assistant", "content": "the value", "name": None, "tool_calls": None},
-            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "w", "arguments": {"é": 1}}}]},
-            {"role": "assistant", "content": "low", rng.choice(["reasoning_content", "thinking", "reasoning"]): "so"},
-        ]
-    )
-    return [*first, {"role": "user", "content": rng.choice(["of a", " 日本語 "])}, answer]
 
 
 def _folder(folder: Path, template: object, **settings: Any) -> Path:
@@ -90,7 +45,7 @@ def test_a_template_writes_what_transformers_writes(pair, name: str):
     template = select_template(ours, TEMPLATES[name])
     assert template is not None
     for seed, tools, documents, prompt in itertools.product(range(4), ([TOOL], [], None), (DOCUMENTS, None), (0, 1)):
-        messages = _messages(random.Random(seed))
+        messages = drawn_messages(random.Random(seed))
         more = {"tools": tools, "documents": documents, "add_generation_prompt": bool(prompt), "custom": seed % 2}
         call = dict(chat_template=TEMPLATES[name], tokenize=False, **more)
         expected = _written(theirs.apply_chat_template, messages, **call)
@@ -114,7 +69,7 @@ def test_templates_with_names(tmp_path, where: str):
             (folder / place).write_text(one["template"])
     ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
     for tools, name in itertools.product(([TOOL], [], None), (None, "rag", "tool_use")):
-        messages, template = _messages(random.Random(1)), select_template(ours, name)
+        messages, template = drawn_messages(random.Random(1)), select_template(ours, name)
         assert template is not None
         expected = _written(theirs.apply_chat_template, messages, chat_template=name, tools=tools, tokenize=False)
         actual = _written(template.render, messages, {} if tools is None else {"tools": tools}, "here")
