@@ -102,5 +102,5 @@ lint-quick: $(BIN)/.dev  ## ruff and import contracts, without pyright (<= 15 s)
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache
 
-fuzz: $(BIN)/.dev  ## damaged and senseless input of every kind, by a seed (SEED=… COUNT=…; 300 in <= 10 minutes)
-	JAX_PLATFORMS=cpu $(BIN)/python tests/attacks/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),300)
+fuzz: $(BIN)/.dev  ## damaged and senseless input of every kind, by a seed (SEED=… COUNT=… KINDS=records,templates; 300 in <= 10 minutes)
+	JAX_PLATFORMS=cpu $(BIN)/python tests/attacks/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),300) $(if $(KINDS),--kinds $(KINDS))

@@ -95,9 +95,8 @@ class Routes:
         from levanter.eval.harness.lm import HarnessLM
 
         encoder = QueryEncoder(tokenizer=self.ours, frame=self.ours.frame, max_length=CONTEXT)
-        model = HarnessLM(
-            encoder=encoder, scorer=None, template=self.service.reader.template, generation={}, stops={}, watch=None
-        )  # pyright: ignore[reportArgumentType]
+        template, nothing = self.service.reader.template, lambda kind, total: print
+        model = HarnessLM(encoder=encoder, scorer=None, template=template, generation={}, stops={}, watch=nothing)
         text = model.apply_chat_template(copy.deepcopy(messages), add_generation_prompt=prompt)
         return model.tok_encode(text)
 

@@ -106,7 +106,7 @@ def test_few_documents_take_no_more_tokens_than_hflm_has(model, limit: int):
     one = replace(CPU8, devices=1)
     for task in SCORED.split(","):
         plan = describe(harness_config(folder, task, limit=limit), one)
-        ours = sum(each.executions * each.tokens for each in plan.workloads)
+        ours = sum((each.executions or 0) * each.tokens for each in plan.workloads)
         forwarded = []
         by_hflm(theirs, tokenizer, task, limit=limit, forwarded=forwarded)
         assert 0 < ours <= sum(forwarded), task
@@ -127,7 +127,7 @@ def test_smollm2_answers_as_hflm(tmp_path):
     asked = {"limit": 15, "max_length": 256, "forwarded": forwarded}
     theirs = by_hflm(torch_smollm2(), tokenizer, f"{SCORED},made_sums", **asked)
     scored = [each for each in plan.workloads if each.program.startswith("score_")]
-    assert 0 < sum(each.executions * each.tokens for each in scored) <= sum(forwarded)
+    assert 0 < sum((each.executions or 0) * each.tokens for each in scored) <= sum(forwarded)
     assert compared(ours, theirs) == 15 * (4 + 4 + 2 + 1 + 1 + 1)
     accuracies = [ours.results["results"][task]["acc,none"] for task in ("made_letters", "made_endings")]
     assert np.mean(accuracies) > 0.5

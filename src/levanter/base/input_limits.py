@@ -99,3 +99,22 @@ def capped(lines: Sequence[str], *, most: int = PROBLEMS) -> list[str]:
     if len(lines) <= most:
         return list(lines)
     return [*lines[:most], f"… and {len(lines) - most:,} more ({most} are shown)"]
+
+
+LINE_CHARACTERS = 4_000
+"""Characters of a line of an error: a value of a file may have millions."""
+LINES = 1_000
+"""Lines of an error."""
+
+
+def bounded_message(text: str) -> str:
+    """A message whose long lines lack their middle: a line begins with the place, and may end with a way out."""
+    lines = text.split("\n") if len(text) > LINE_CHARACTERS else [text]
+    return "\n".join(capped([_bounded_line(line) for line in lines], most=LINES))
+
+
+def _bounded_line(line: str) -> str:
+    if len(line) <= LINE_CHARACTERS:
+        return line
+    left_out = len(line) - LINE_CHARACTERS
+    return f"{line[: LINE_CHARACTERS * 3 // 4]} … ({left_out:,} characters) … {line[-LINE_CHARACTERS // 4 :]}"

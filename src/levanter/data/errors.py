@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 
+from levanter.base.input_limits import bounded_message, capped
+
 
 class DataError(ValueError):
     """Data that cannot be used as configured: the message has the file, the position and the expectation."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(bounded_message(str(message)))
 
 
 class ManyDataErrors(DataError):
@@ -12,8 +17,8 @@ class ManyDataErrors(DataError):
 
     def __init__(self, problems: Sequence[str]):
         self.problems = tuple(problems)
-        lines = [f"{len(problems)} problems with the data:"]
-        super().__init__("\n".join(lines + [f"[{i}] {problem}" for i, problem in enumerate(problems, 1)]))
+        lines = [f"[{i}] {problem}" for i, problem in enumerate(problems, 1)]
+        super().__init__("\n".join([f"{len(problems)} problems with the data:", *capped(lines)]))
 
 
 class AbsentTextError(ManyDataErrors):

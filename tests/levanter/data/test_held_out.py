@@ -1,5 +1,7 @@
 """Held-out rows as an evaluation: the same predictions that training would have made on them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from helpers.small_tokenizer import SmallTokenizer
@@ -27,7 +29,7 @@ def predictions(rows, mask):
 def data_of(**more):
     rng = np.random.default_rng(0)
     texts = {name: ["the " * int(rng.integers(1, 9)) + name + str(i) for i in range(60)] for name in "abc"}
-    components = {name: DirectDatasetComponent(datasets={"train": texts[name]}) for name in texts}
+    components: dict[str, Any] = {name: DirectDatasetComponent(datasets={"train": texts[name]}) for name in texts}
     config = LmDataConfig(cache_dir=None, components=components, **more)
     return config, build_training(config, TOKENIZER, positions=16, batch_sizes=[(0, 4)], seed=0)
 
@@ -35,6 +37,7 @@ def data_of(**more):
 def test_the_same_predictions():
     _, data = data_of(num_validation_sequences={"a": 7, "c": 5})
     sequences = held_out_sequences(data, TOKENIZER)
+    assert sequences is not None
     assert [span.name for span in sequences.sets] == ["a/held_out", "c/held_out"]
     for span, one in zip(sequences.sets, (data.sets[0], data.sets[2]), strict=True):
         rows = one.held_out_rows(0, one.held_out)
@@ -54,6 +57,7 @@ def test_beside_other_sets():
     validation = LmDataConfig(components={"v": DirectDatasetComponent(datasets={"validation": ["the x and é"] * 5})})
     other = build_sequences(resolve_evaluation(validation).sets, TOKENIZER, max_length=16)
     both = concatenate_sequences(other, held)
+    assert held is not None and both is not None
     assert [span.name for span in both.sets] == ["v", "b/held_out"]
     taken = both.take(np.arange(both.row_count))
     for part, first in ((other, 0), (held, other.row_count)):

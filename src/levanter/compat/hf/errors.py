@@ -6,6 +6,8 @@ These errors are raised before any weight is read, unless a file changes or brea
 
 from collections.abc import Iterable
 
+from levanter.base.input_limits import bounded_message
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used as it is.
@@ -26,7 +28,7 @@ class CheckpointError(ValueError):
             lines = [f"{self.where}: {len(self.problems)} problems:"]
             lines += [f"  [{i}] {problem}" for i, problem in enumerate(self.problems, 1)]
             message = "\n".join(lines)
-        super().__init__(message + (f"\n  → {suggestion}" if suggestion else ""))
+        super().__init__(bounded_message(message) + (f"\n  → {suggestion}" if suggestion else ""))
 
 
 class MissingCheckpointFileError(CheckpointError):

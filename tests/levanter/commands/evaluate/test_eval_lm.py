@@ -191,7 +191,7 @@ def test_describe_needs_no_device_and_plans_a_pod(tmp_path, folder, texts):
     axes = {"trainer.mesh.axes": "{data: 16, model: 2, replica: 4}"}
     plan = describe(parse(EvalLmConfig, paths=[config_file(tmp_path, folder, texts)], overrides=axes), target).check()
     assert plan.mesh.size == 128
-    assert plan.load.num_hosts == 32
+    assert plan.load is not None and plan.load.num_hosts == 32
     assert [program.name for program in plan.computing] == ["score"]
     assert "tensor<" in plan.program("score").lower(plan.mesh.abstract(), platform="tpu").as_text()
     assert np.isfinite(plan.sharding.bytes_per_device)

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -163,19 +163,18 @@ def test_some_rows_of_files_of_hugging_face(saved, tmp_path):
     plan = viz_logprobs.describe(config, pod_target("v6e-8"))
     assert plan.entry_point == "viz_logprobs" and [program.name for program in plan.programs] == ["score"]
     assert plan.workloads[0].executions == 1
-    rows = viz_logprobs.chosen_rows(plan.work.evaluation.sequences, count=3, seed=0)
+    sequences = plan.work.evaluation.sequences
+    assert sequences is not None
+    rows = viz_logprobs.chosen_rows(sequences, count=3, seed=0)
     assert len(rows) == 3 and sorted(set(rows.tolist())) == rows.tolist()
-    assert viz_logprobs.chosen_rows(plan.work.evaluation.sequences, count=3, seed=None).tolist() == [0, 1, 2]
-    assert (
-        len(viz_logprobs.chosen_rows(plan.work.evaluation.sequences, count=10**6, seed=0))
-        == plan.work.evaluation.sequences.row_count
-    )
+    assert viz_logprobs.chosen_rows(sequences, count=3, seed=None).tolist() == [0, 1, 2]
+    assert len(viz_logprobs.chosen_rows(sequences, count=10**6, seed=0)) == sequences.row_count
 
 
 def test_what_is_refused(saved, tmp_path, capsys):
     words = words_of(saved, tmp_path)
 
-    def refused(*more, entry=viz_logprobs, config=viz_logprobs.VizLmConfig):
+    def refused(*more, entry: Any = viz_logprobs, config: Any = viz_logprobs.VizLmConfig):
         assert run_entry_point(config, entry.main, [*words, *more]) == 2
         return capsys.readouterr().err
 

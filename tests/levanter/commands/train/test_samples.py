@@ -81,7 +81,7 @@ def config_of(folder: Path, base: Path, devices: int, **changes: Any) -> TrainLm
 
 def trained(config: TrainLmConfig, devices: int) -> Tracked:
     plan = train_lm.describe(config, target(devices)).check()
-    tracked = Tracked()
+    tracked: Any = Tracked()
     with compilations() as compiled:
         train_lm.execute(plan, plan.mesh.build(jax.devices()[:devices]), Session(run_id="run", tracker=tracked))
     planned = {hlo_name(program.name) for program in plan.programs}
@@ -212,7 +212,7 @@ def test_plan_counts_the_copy_and_the_cache(base, tmp_path):
     names = [program.name for program in plan.computing]
     added = [name for name in names if name not in {program.name for program in without.computing}]
     assert added[:2] == ["hand_over", "start_rows"] and added[-1].startswith("decode_") and len(added) >= 4
-    (texts,) = plan.work.between_steps
+    texts: Any = plan.work.between_steps[0]
     copy, state = texts.generation.hand_over, plan.sharding.bytes_per_device
     # Parameters in float32 are read, and two bytes of each are written: none of the copy is shared.
     assert copy.shared_bytes == 0 and copy.copied_bytes == copy.sharding.bytes_per_device
@@ -230,6 +230,7 @@ def test_plan_counts_the_copy_and_the_cache(base, tmp_path):
             coordinates=((0, 0, 0, 0),), lower_seconds=0.0, compile_seconds=0.0,
         )  # fmt: skip
 
+    assert plan.target.limit_bytes is not None
     limit = plan.target.limit_bytes - plan.coresident_bytes["hand_over"]
     assert not exceeds_hbm(plan, peak(limit)) and exceeds_hbm(plan, peak(limit + 1))
 
