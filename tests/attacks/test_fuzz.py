@@ -31,7 +31,10 @@ def test_a_mutation_is_refused(name: str, tmp_path, monkeypatch):
 def test_a_seed_makes_the_same_case_again(tmp_path):
     folders = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
     cases = [fuzz.make(5, 11, folder) for folder in folders]
-    first, second = [{p.name: p.read_bytes().replace(str(f).encode(), b"") for p in f.iterdir()} for f in folders]
+    first, second = [
+        {path.name: path.read_bytes().replace(str(f).encode(), b"") for path in f.rglob("*") if path.is_file()}
+        for f in folders
+    ]
     assert first == second and cases[0].name.replace(str(folders[0]), "") == cases[1].name.replace(str(folders[1]), "")
 
 
