@@ -25,6 +25,7 @@ from typing import Any
 
 import tokenizers
 
+from levanter.base.bounded_json import lone_surrogate
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.repository import Repository, read_json
 from levanter.compat.hf.token_bytes import count_ids, vocabulary
@@ -82,7 +83,13 @@ class _Files:
     @classmethod
     def read(cls, repository: Repository) -> "_Files":
         def parsed(file: str) -> Mapping[str, Any]:
-            return read_json(repository, file, purpose="special tokens") if file in repository.files else {}
+            if file not in repository.files:
+                return {}
+            content = read_json(repository, file, purpose="special tokens")
+            # JSON can spell half of a surrogate pair, which no text contains.
+            if (at := lone_surrogate(text := json.dumps(content, ensure_ascii=False))) is not None:
+                raise CorruptFileError(repository.where(file), f"it has U+{ord(text[at]):04X}, which no text contains")
+            return content
 
         return cls(*map(parsed, (_SETTINGS, _TOKENS_MAP, _ADDED, "config.json")))
 
@@ -106,6 +113,10 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
         definition = read_json(repository, file, purpose="the tokenizer")
         if not isinstance(definition.get("model"), dict):
             raise CorruptFileError(repository.where(file), "it is not a tokenizer.json: it has no model")
+        if not _is_vocabulary(definition["model"].get("vocab", {})):
+            raise CorruptFileError(
+                repository.where(file), "model.vocab: expected an object of tokens and ids, or a list of [token, score]"
+            )
         if not _are_tokens(definition.get("added_tokens")):
             raise CorruptFileError(
                 repository.where(file), "added_tokens is not a list of tokens, each with content and id"
@@ -135,16 +146,27 @@ def load_from_repository(repository: Repository, *, file: str = DEFINITION) -> F
     )
 
 
+MAX_ID = 1 << 27
+"""Largest id of a token: tables have a row for each."""
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_ID
+
+
+def _is_vocabulary(vocab: object) -> bool:
+    """Whether a value is valid as `model.vocab` of a tokenizer.json; a list is that of a Unigram model."""
+    if isinstance(vocab, list):
+        return all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in vocab)
+    return isinstance(vocab, dict) and all(map(_is_id, vocab.values()))
+
+
 def _are_tokens(added: object) -> bool:
     """Whether a value is valid as `added_tokens` of a tokenizer.json."""
     if added is None:
         return True
     return isinstance(added, list) and all(
-        isinstance(token, dict)
-        and isinstance(token.get("content"), str)
-        and isinstance(number := token.get("id"), int)
-        and number >= 0
-        for token in added
+        isinstance(token, dict) and isinstance(token.get("content"), str) and _is_id(token.get("id")) for token in added
     )
 
 
