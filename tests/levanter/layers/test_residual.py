@@ -85,7 +85,7 @@ def train_step(model, ids):
 @pytest.mark.parametrize(
     ("mesh", "scan"),
     [
-        pytest.param(mesh, scan, marks=pytest.mark.slow if mesh == "8" and not scan else ())
+        pytest.param(mesh, scan, marks=pytest.mark.slow if mesh == "8 devices" and not scan else ())
         for mesh in MESHES
         for scan in (True, False)
     ],
