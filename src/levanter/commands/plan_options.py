@@ -76,8 +76,8 @@ entry points:
 {entry_points}
 
 options:
-  --target POD         v4-256, v5p-128, v6e-64, 2xv5p-128, v6e:4x8, h100x8 (arithmetic only), or `local` for the
-                       devices here; several: --target A --target B, or --target A,B
+  --target POD         v4-256, v5p-128, v6e-64, 2xv5p-128, v6e:4x8, h100x8, gb200x72, or `local` for the devices
+                       here; several: --target A --target B, or --target A,B
   --no-compile         lower bounds only, without compiling: takes seconds instead of a minute, and refuses a run
                        whose inputs, gradients and named activations alone exceed the memory
   --timed_only         compile only the Programs that make up the job's time; the verdict then covers no others

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
@@ -128,14 +128,27 @@ class Accelerator:
         return host / self.generation.chips_per_host / self.generation.devices_per_chip
 
     @property
+    def network_names(self) -> Mapping[str, str]:
+        """The names of what joins chips, by `ici` (inside a slice) and `dcn` (between slices)."""
+        gpu = self.generation.gpu
+        if gpu is None:
+            return {"ici": "ICI", "dcn": "DCN"}
+        return {"ici": "NVLink" if gpu.nvlinks else "PCIe", "dcn": "network"}
+
+    @property
     def libtpu_accelerator_type(self) -> str:
         """The name of one slice in libtpu's environment variables."""
         return _canonical_name(self.generation, self.topology, 1)
 
     def __str__(self) -> str:
         shape = "×".join(map(str, self.topology))
-        what = f"{self.slices} slices of {shape}" if self.slices > 1 else shape
-        chips, hosts = ("1 chip" if self.chips == 1 else f"{self.chips} chips"), "host" if self.hosts == 1 else "hosts"
+        gpu, hosts = self.generation.gpu, "host" if self.hosts == 1 else "hosts"
+        slices = "slices" if gpu is None else "NVLink domains" if gpu.nvlinks else "hosts"
+        what = f"{self.slices} {slices} of {shape}" if self.slices > 1 else shape
+        unit = ("chip" if gpu is None else "GPU") + ("" if self.chips == 1 else "s")
+        chips = f"{self.chips} {unit}"
+        if gpu is not None and self.slices == 1:
+            return f"{self.name} ({chips}, {self.hosts} {hosts})"
         return f"{self.name} ({what}: {chips}, {self.hosts} {hosts})"
 
 

@@ -148,7 +148,7 @@ def _slurm(parser: Parser) -> None:
     parser.flag("--sbatch", action="append", metavar="OPTION", help="a further #SBATCH line, e.g. --sbatch=--exclusive")
     parser.flag("--run_id", metavar="ID", help="RUN_ID of the run (default: the job's name)")
     parser.flag("--retries", type=int, default=10, metavar="N", help="requeues after a preemption (default: 10)")
-    parser.flag("--target", metavar="TARGET", help="run preflight for it first, e.g. h100x32 (arithmetic only)")
+    parser.flag("--target", metavar="TARGET", help="run preflight for it first, e.g. h100x32")
     parser.flag("--output", metavar="FILE", help="file for the script (default: NAME.sbatch)")
     parser.switch("--submit", default=False, help="submit the script")
     environment_flags(parser)

@@ -28,7 +28,7 @@ def dcn_gather_note(plan: RunPlan) -> str | None:
     Args:
         plan: a training run, without errors.
     """
-    limit = plan.target.hbm_bytes
+    limit, between = plan.target.hbm_bytes, "DCN" if plan.target.platform == "tpu" else "the network"
     cut = [leaf for leaf in plan.sharding.leaves if leaf.leaf.path.startswith(f"{FROZEN}.") and _dcn_axes(plan, leaf)]
     if not cut or limit is None or plan.errors or not plan.workloads:
         return None
@@ -47,9 +47,10 @@ def dcn_gather_note(plan: RunPlan) -> str | None:
     over = sorted({axis for leaf in cut for axis in _dcn_axes(plan, leaf)})
     return (
         f"frozen weights sharded over {', '.join(over)} are gathered between slices: each chip receives "
-        f"{weights / _GB:.3g} GB a step over DCN, and {gradients / _GB:.3g} GB of gradients. Gradients of adapters are "
-        f"small; gathering frozen weights costs as much as in full fine-tuning. Sharded inside slices alone, they stay "
-        f"there, and a chip needs at least {gib(known.total)} of {gib(limit)} (now {gib(now.total)}): {changed}"
+        f"{weights / _GB:.3g} GB a step over {between}, and {gradients / _GB:.3g} GB of gradients. Gradients of "
+        f"adapters are small; gathering frozen weights costs as much as in full fine-tuning. Sharded inside slices "
+        f"alone, they stay there, and a chip needs at least {gib(known.total)} of {gib(limit)} (now {gib(now.total)}): "
+        f"{changed}"
     )
 
 

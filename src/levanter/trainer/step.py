@@ -165,6 +165,9 @@ def _updated(
     recipe: StepRecipe[B], state: TrainState, ruled: PyTree, sums: Sums, grads: LmHeadModel, weight: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
     updates, optimizer = recipe.optimizer.update(grads, state.optimizer, state.model)  # pyright: ignore
+    # Gradients are float32, and optax promotes the statistics of narrower parameters to it: the state keeps the dtype
+    # that it was planned in, or the next step would be another Program.
+    optimizer = jax.tree.map(_cast_like, state.optimizer, optimizer)
     key, _ = jax.random.split(state.key)
     shown = recipe.objective.shown(sums, AtStep(step=state.step))
     # `norms_first` is set on CPUs, where sums by layer keep XLA from copying the parameters (`optim.transforms`).
@@ -193,6 +196,10 @@ def _updated(
         with jax.named_scope("average"):
             average = averaged(recipe.averaging, average, model, state.step)
     return TrainState(step=state.step + 1, model=model, optimizer=optimizer, key=key, average=average), metrics
+
+
+def _cast_like(old: jax.Array, new: jax.Array) -> jax.Array:
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _after(*norms: jax.Array) -> Callable[[jax.Array], jax.Array]:

@@ -22,8 +22,9 @@ from helpers.verdicts import (
 
 from haliax_ext.hlo import Scope
 from haliax_ext.program import Program
+from levanter.hardware import parse_accelerator
 from levanter.html.format import columns, percent_between, seconds_text, span_text, three_digits, visible
-from levanter.plan.report import render, timing, to_json, view
+from levanter.plan.report import render, timing, to_html, to_json, view
 from levanter.plan.report.text_table import WIDTH, bar, paragraph, table
 from levanter.plan.verdict import ProgramVerdict
 
@@ -122,11 +123,33 @@ def test_modules_are_named_below_the_trunk(module, name):
 
 def test_collectives_by_hand():
     """3 layers × (2 weights, forward and backward) of 2 MiB gathered over data: [1024, 2048] bf16, half on a device."""
-    wires = {wire.over: wire for wire in timing.wires(fitting_verdict().programs[0])}
+    wires = {wire.over: wire for wire in timing.wires(fitting_verdict(), fitting_verdict().programs[0])}
     gathers = next(t for t in wires["data"].kinds if t.kind == "all-gather")
     assert (gathers.count, gathers.nbytes) == (12, 12 * 1024 * 1024 * 2)
     assert {wire.network for wire in wires.values()} == {"ICI"}
     assert wires["data"].busy is not None and wires["data"].exposed <= wires["data"].busy
+
+
+@pytest.mark.parametrize(
+    ("target", "ici", "dcn", "place"),
+    [
+        ("2xv5p-128", "ICI", "DCN", "2xv5p-128 (2 slices of 4×4×4: 128 chips, 32 hosts)"),
+        ("h100x64", "NVLink", "network", "h100x64 (8 NVLink domains of 8: 64 GPUs, 8 hosts)"),
+        ("gb200x144", "NVLink", "network", "gb200x144 (2 NVLink domains of 72: 144 GPUs, 36 hosts)"),
+        ("l4x16", "PCIe", "network", "l4x16 (2 hosts of 8: 16 GPUs, 2 hosts)"),
+        ("l4x1", "PCIe", "network", "l4x1 (1 GPU, 1 host)"),
+    ],
+)
+def test_links_have_the_names_of_the_target(target, ici, dcn, place):
+    verdict = replace(fitting_verdict(), accelerator=parse_accelerator(target))
+    assert view.place(verdict) == place
+    assert [view.link_name(verdict, name) for name in ("ici", "dcn", "unknown")] == [ici, dcn, "unknown"]
+    for format_ in ("text", "html"):
+        page = render([verdict]) if format_ == "text" else to_html([verdict])
+        assert ici in page and (ici == "ICI" or not re.search(r"\bICI\b", page)), format_
+    (wire, *_) = to_json([verdict])["verdicts"][0]["programs"][0]["collectives"]
+    # Scripts compare `network` across targets; `link` is for people.
+    assert (wire["network"], wire["link"]) == ("ICI", ici)
 
 
 def test_rates_and_the_whole_job():

@@ -134,6 +134,17 @@ def test_sixteen_bit_compute_keeps_parameters_and_gradients_in_float32(devices):
     assert kinds == {np.dtype(np.float32)}
 
 
+def test_a_state_of_sixteen_bits_keeps_its_dtypes(devices):
+    """A second step takes the state that the first one returns: in bf16 optax would widen its statistics."""
+    setup = mesh_setup(1, 1, precision="bfloat16")
+    _, init, program = setup.programs()
+    mesh = setup.spec.build(devices[:1])
+    before, after = ([x.dtype for x in jax.tree.leaves(one.lower(mesh).out_info)] for one in (init, program))
+    assert np.dtype(jax.numpy.bfloat16) in before
+    # Metrics follow the state.
+    assert after[: len(before)] == before
+
+
 def test_no_array_has_the_size_of_whole_logits_or_of_a_second_copy_of_a_stack(devices):
     setup = mesh_setup(4, 2, precision="p=f32,c=bf16", packed=False)
     _, _, program = setup.programs()

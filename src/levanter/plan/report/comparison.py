@@ -67,7 +67,8 @@ def _received(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
         # A single slice has no DCN traffic; a row of zeros would say nothing.
         if not this_bytes and not other_bytes:
             continue
-        yield _row(f"received over {network.upper()}", this_bytes, other_bytes, _size)
+        name = view.link_name(this.verdict, network)
+        yield _row(f"received over {name}", this_bytes, other_bytes, _size)
         for purpose in dict.fromkeys((*this.received, *other.received)):
             one, two = (
                 getattr(side.received.get(purpose, CollectiveBytes()), network) or None for side in (this, other)
@@ -76,7 +77,7 @@ def _received(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
                 yield _row(f"  {purpose}", one, two, _size)
         if this.compiled is not None:
             other_bytes = None if other.compiled is None else getattr(other.compiled, network)
-            yield _row(f"  as compiled, {network.upper()}", getattr(this.compiled, network), other_bytes, _size)
+            yield _row(f"  as compiled, {name}", getattr(this.compiled, network), other_bytes, _size)
 
 
 def _step(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:

@@ -133,7 +133,7 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
     content += [_serving(sheet) for sheet in serving_sheets(verdict)]
     content += [_bytes(verdict), _arrays(verdict, most)]
     for program in view.main_and_others(verdict)[0]:
-        content += [_time(verdict, program), _collectives(program)]
+        content += [_time(verdict, program), _collectives(verdict, program)]
     content += [_loading(verdict), _programs(verdict), _stages(verdict)]
     for title, entries in (
         ("Not checked here", view.unchecked(verdict)),
@@ -266,7 +266,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> Content:
     bars = [charts.TimeBar(name="in sequence", pieces=tuple(pieces), total=sum(s for _, s, _ in pieces))]
     bars += [
         charts.TimeBar(name=name, pieces=((name, seconds, "g-bound"),), total=seconds)
-        for name, seconds in timing.bounds(program)
+        for name, seconds in timing.bounds(verdict, program)
     ]
     passes = timing.passes(compute)
     rows: list[list[Content]] = [
@@ -324,8 +324,8 @@ def _speed(verdict: Verdict, program: ProgramVerdict) -> str:
     return " ".join(sentences)
 
 
-def _collectives(program: ProgramVerdict) -> Content:
-    traffic = timing.wires(program)
+def _collectives(verdict: Verdict, program: ProgramVerdict) -> Content:
+    traffic = timing.wires(verdict, program)
     if not traffic:
         return ""
     rows: list[list[Content]] = []
@@ -335,7 +335,7 @@ def _collectives(program: ProgramVerdict) -> Content:
             # so they appear in the first row alone.
             times = ["not known" if t is None else seconds_text(t) for t in (wire.busy, wire.exposed)]
             shown = times if number == 0 else ["", ""]
-            where = [wire.over, wire.network] if number == 0 else ["", ""]
+            where = [wire.over, wire.link] if number == 0 else ["", ""]
             rows.append([*where, traffic.kind, f"{traffic.count:,}", gib(traffic.nbytes), *shown])
     header = ("mesh axes", "network", "collective", "times", "bytes", "links busy", "exposed")
     note = "bytes of the whole arrays, all times together; one row of times for all that share links"

@@ -99,7 +99,7 @@ def _one(verdict: Verdict) -> list[str]:
     lines += as_text(serving_sheets(verdict))
     lines += [*_bytes(verdict), *_largest(verdict), *_loading(verdict.load), *_programs(verdict)]
     for program in view.main_and_others(verdict)[0]:
-        lines += [*_time(verdict, program), *_collectives(program)]
+        lines += [*_time(verdict, program), *_collectives(verdict, program)]
     lines += _job(verdict)
     lines += _listed("not in the time model", view.unknown(verdict))
     lines += _listed("not checked here", view.unchecked(verdict))
@@ -292,7 +292,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
     header = ("", *passes, "together", "") if passes else ()
     numbers: list[Align] = ["right"] * (len(passes) + 1)
     lines += table(rows, align=("left", *numbers, "left"), header=header)
-    summary = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in timing.bounds(program))
+    summary = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in timing.bounds(verdict, program))
     lines += paragraph(f"if all of it overlapped: {summary}; the low end is bound by {time.bound_by}")
     for sentence in (*timing.suspicions(time), *filter(None, [time.calibration.reason])):
         lines += paragraph(sentence)
@@ -313,8 +313,8 @@ def _bar(begin: float, length: float, scale: float, width: int) -> str:
     return f"▕{bar(begin / scale, length / scale, width=width)}▏"
 
 
-def _collectives(program: ProgramVerdict) -> list[str]:
-    traffic_by_links = timing.wires(program)
+def _collectives(verdict: Verdict, program: ProgramVerdict) -> list[str]:
+    traffic_by_links = timing.wires(verdict, program)
     if not traffic_by_links:
         return []
     rows = []
@@ -325,7 +325,7 @@ def _collectives(program: ProgramVerdict) -> list[str]:
             rows.append(
                 (
                     wire.over if first else "",
-                    wire.network if first else "",
+                    wire.link if first else "",
                     traffic.kind,
                     f"{traffic.count:,}",
                     gib(traffic.nbytes),

@@ -81,7 +81,7 @@ def passes(shown: Sequence[ModuleTime]) -> list[str]:
     return names if len(names) > 1 else []
 
 
-def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
+def bounds(verdict: Verdict, program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
     """The lower bounds of a Program's time, by resource; the low end of its time is the largest of them."""
     time = program.time
     if time is None:
@@ -90,7 +90,7 @@ def bounds(program: ProgramVerdict) -> tuple[tuple[str, float], ...]:
     if time.calibration.estimate:
         rows += [(f"links for {link.over}", link.busy) for link in time.links]
     else:
-        rows += [(f"links {wire.over} ({wire.network})", wire.busy) for wire in wires(program) if wire.busy]
+        rows += [(f"links {wire.over} ({wire.link})", wire.busy) for wire in wires(verdict, program) if wire.busy]
     rows += [("activations sent to host memory", time.transfers)]
     rows.append(("model FLOPs at peak", time.peak))
     # Bounds below a thousandth of the time are noise in a table.
@@ -146,7 +146,8 @@ class LinkTraffic:
 
     Attributes:
         over: the mesh axes, as text.
-        network: `ICI`, `DCN` or `unknown`.
+        network: `ICI` inside a slice, `DCN` between slices, whatever the target, or `unknown`.
+        link: the name of that network on the target: `NVLink` and `network` on GPUs.
         kinds: the collectives by kind, most bytes first.
         busy: seconds in use; `None` where the time is not known.
         exposed: seconds that the schedule does not hide.
@@ -154,12 +155,13 @@ class LinkTraffic:
 
     over: str
     network: str
+    link: str
     kinds: tuple[Traffic, ...]
     busy: float | None
     exposed: float | None
 
 
-def wires(program: ProgramVerdict) -> tuple[LinkTraffic, ...]:
+def wires(verdict: Verdict, program: ProgramVerdict) -> tuple[LinkTraffic, ...]:
     """The collectives of one execution by mesh axes, the busiest first."""
     figures = view.figures(program)
     if figures is None:
@@ -179,6 +181,7 @@ def wires(program: ProgramVerdict) -> tuple[LinkTraffic, ...]:
             LinkTraffic(
                 over=over,
                 network="unknown" if network == "unknown" else network.upper(),
+                link=view.link_name(verdict, network),
                 kinds=tuple(Traffic(kind=kind, count=counts[key][kind], nbytes=n) for kind, n in by_kind.most_common()),
                 busy=None if use is None else use.busy,
                 exposed=None if use is None else use.exposed,

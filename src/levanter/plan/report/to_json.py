@@ -141,11 +141,12 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
             {
                 "over": wire.over,
                 "network": wire.network,
+                "link": wire.link,
                 "busy_seconds": wire.busy,
                 "exposed_seconds": wire.exposed,
                 "kinds": [{"kind": t.kind, "times": t.count, "total_bytes": t.nbytes} for t in wire.kinds],
             }
-            for wire in timing.wires(program)
+            for wire in timing.wires(verdict, program)
         ],
     }
     if isinstance(outcome, Compiled):

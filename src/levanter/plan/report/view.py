@@ -63,6 +63,13 @@ def chips(verdict: Verdict) -> int | None:
     return verdict.plan.target.devices if verdict.plan is not None else None
 
 
+def link_name(verdict: Verdict, network: str) -> str:
+    """What a network of collectives is called on the target: `ici` is ICI on TPUs, and NVLink or PCIe on GPUs."""
+    if network not in ("ici", "dcn"):
+        return network
+    return network.upper() if verdict.accelerator is None else verdict.accelerator.network_names[network]
+
+
 def holder(verdict: Verdict) -> str:
     """The word for a unit of memory: `chip`, or `device` where a chip has several devices or is not known."""
     pod = verdict.accelerator
