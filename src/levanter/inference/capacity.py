@@ -79,9 +79,14 @@ class WeightBytes:
             # Vectors (norms, biases, scales) may have another dtype than the matrices.
             width=max((x.leaf.dtype.itemsize for x in sharding.leaves if len(x.leaf.axes) > 1), default=1),
             experts=sum(x.bytes_per_device for x in sharding.leaves if "expert" in x.leaf.names),
-            replicated=sum(x.bytes_per_device for x in sharding.leaves if x.bytes_per_device == x.leaf.nbytes),
+            replicated=sum(x.bytes_per_device for x in sharding.leaves if _is_replicated(x, sharding.mesh.size)),
             keys_values=sum(x.leaf.nbytes for x in sharding.leaves if _is_key_or_value(x.leaf.names)),
         )
+
+
+def _is_replicated(plan: LeafPlan, devices: int) -> bool:
+    """Whether every device holds all of a parameter; on one device, whether no mesh axis is there to shard it."""
+    return plan.bytes_per_device == plan.leaf.nbytes and not (devices == 1 and any(plan.mesh_axes))
 
 
 def _is_key_or_value(names: Collection[str]) -> bool:

@@ -13,8 +13,13 @@ HIGH_FRACTION = 0.92
 """A share that runs of others on cards of 80 GB set, and that leaves 6 GiB of them outside the allocator."""
 
 
-def gpu_memory_note(pod: Accelerator | None) -> str | None:
-    """The sentence on the memory limit of a GPU; None for other targets."""
+def gpu_memory_note(pod: Accelerator | None, *, needed: int | None = None) -> str | None:
+    """The sentence on the memory limit of a GPU; None for other targets.
+
+    Args:
+        pod: the target.
+        needed: bytes that the run needs on a GPU; None where they are not known.
+    """
     if pod is None or pod.generation.platform != "gpu":
         return None
     memory, fraction = pod.generation.hbm_bytes, memory_fraction()
@@ -26,4 +31,5 @@ def gpu_memory_note(pod: Accelerator | None) -> str | None:
     if higher <= pod.hbm_bytes or memory - higher < OUTSIDE_BYTES:
         return note
     # The variable is read by the plan and by the run: set for one alone, the plan would be about another run.
-    return f"{note}. {FRACTION_VARIABLES[0]}={HIGH_FRACTION:g}, set for plan and run, makes it {gib(higher)}"
+    enough = ", where this run fits" if needed is not None and pod.hbm_bytes < needed <= higher else ""
+    return f"{note}. {FRACTION_VARIABLES[0]}={HIGH_FRACTION:g}, set for plan and run, makes it {gib(higher)}{enough}"

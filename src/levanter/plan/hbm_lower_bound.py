@@ -148,7 +148,7 @@ def _kept(subject: LayoutSubject, layout: Layout, activations: tuple[LeafPlan, .
         elif everything:
             yield activation, sum(name in layer.activations for layer in model.layers)
         else:
-            yield activation, sum(saved_names(subject, activation).values())
+            yield activation, sum(saved_names(subject, activation, layout).values())
 
 
 def _block(subject: LayoutSubject, activations: tuple[LeafPlan, ...]) -> int:

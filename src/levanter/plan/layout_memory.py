@@ -44,7 +44,7 @@ class Layout:
         mesh: mesh axis names and sizes.
         mappings: of parameters and activations.
         rows: rows that a device takes at once, as a multiple of the run's.
-        recompute: whether blocks are recomputed whose activations the run saves.
+        recompute: whether blocks are recomputed of which the run saves activations.
         changes: the differences from the run's layout.
     """
 
@@ -103,12 +103,14 @@ class LayoutSubject:
         program: the Program.
         hbm_bytes: memory of a chip.
         compiled_temporaries: bytes that the compiler allocates in addition to the inputs; None if not compiled.
+        recompute_named: whether a change may recompute blocks of which the run saves activations by name.
     """
 
     plan: RunPlan
     program: Program
     hbm_bytes: int
     compiled_temporaries: int | None = None
+    recompute_named: bool = False
 
     @property
     def now(self) -> Layout:
@@ -206,7 +208,7 @@ def saved_copies(subject: LayoutSubject, activation: LeafPlan, layout: Layout) -
     if activation.leaf.path != RESIDUAL:
         if (model := model_config(subject)) is not None and saves_everything(subject, layout):
             return max(1, sum(activation.leaf.path in layer.activations for layer in model.layers))
-        return max(1, sum(saved_names(subject, activation).values()))
+        return max(1, sum(saved_names(subject, activation, layout).values()))
     if (model := model_config(subject)) is not None:
         return len(model.layers)
     # Without a model (a plan of parameters alone) the stacked axis of the weights has the number of layers.
@@ -214,11 +216,19 @@ def saved_copies(subject: LayoutSubject, activation: LeafPlan, layout: Layout) -
     return max(1, max(stacks, default=1))
 
 
-def saved_names(subject: LayoutSubject, activation: LeafPlan) -> Mapping[str, int]:
+def saves_by_name(subject: LayoutSubject) -> bool:
+    """Whether a train step saves some activations of its blocks by name, and recomputes the others."""
+    if not subject.training or (model := model_config(subject)) is None:
+        return False
+    names = checkpoint_policy(getattr(model, "gradient_checkpointing", True)).save_block_internals
+    return isinstance(names, list | tuple) and bool(names)
+
+
+def saved_names(subject: LayoutSubject, activation: LeafPlan, layout: Layout) -> Mapping[str, int]:
     """The names by which gradient checkpointing saves arrays with the axes of `activation` on the device, and the
     number of layers of each."""
     model = model_config(subject)
-    if model is None or activation.leaf.path == RESIDUAL:
+    if model is None or layout.recompute or activation.leaf.path == RESIDUAL:
         return {}
     policy_names = checkpoint_policy(getattr(model, "gradient_checkpointing", True)).save_block_internals
     # Checkpointing names arrays inside a block; they are matched with planned

@@ -22,14 +22,22 @@ from levanter.hardware import Accelerator, default_topologies, parse_accelerator
 from levanter.inference.capacity import DecodeCost
 from levanter.plan.aot import Refused
 from levanter.plan.hbm_budget import Budget, Resident, by_group, gradient_bytes, program_residents, sharding_text
-from levanter.plan.hbm_lower_bound import program_lower_bound
-from levanter.plan.layout_memory import LayoutSubject, least_input_bytes, saved_copies, saved_names
+from levanter.plan.hbm_lower_bound import layout_lower_bound, program_lower_bound
+from levanter.plan.layout_memory import (
+    LayoutSubject,
+    layout_memory,
+    least_input_bytes,
+    saved_copies,
+    saved_names,
+)
 from levanter.plan.suggestions import suggest_layout
 from levanter.runplan import RunPlan
 from levanter.trainer.train_state import OPTIMIZER
 
 SHOWN = 5
 LAYERS = "layers"
+_QUANTIZED = tuple(f"frozen {group}" for group in ("attention", "mlp", "head"))
+_WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 WORTH_NAMING = 0.01
 """A replicated array is named from this share of a chip's memory on."""
 
@@ -83,7 +91,7 @@ def explain_oom(
     lines += [f"also replicated: {_sized(r)}" for r in whole]
     if inputs <= limit:
         lines += _activations(subject)
-    lines.append(_way_out(subject))
+    lines += [_way_out(subject), *filter(None, [_int8_base(subject)])]
     return tuple(lines)
 
 
@@ -153,7 +161,7 @@ def _activations(subject: LayoutSubject) -> Iterator[str]:
     by_size = sorted(subject.plan.activations.leaves, key=lambda a: -a.bytes_per_device * times[a.leaf.path])
     for activation in by_size[:SHOWN]:
         size, count = activation.bytes_per_device, times[activation.leaf.path]
-        names = saved_names(subject, activation)
+        names = saved_names(subject, activation, subject.now)
         by_name = f" ({' and '.join(names)})" if names else ""
         layers = count // max(len(names), 1)
         saved = f", kept of each of {layers} layers{by_name}: {gib(size * count)}" if count > 1 else ""
@@ -168,14 +176,38 @@ def _way_out(subject: LayoutSubject) -> str:
         return (
             f"no mapping fits: even evenly sharded over all {chips} chips, the inputs still take {gib(least)} on each; "
             f"they need at least {-(-least * chips // limit)} chips"
+            if chips > 1
+            else f"the inputs need at least {-(-least // limit)} chips"
         )
     suggestion = suggest_layout(subject)
-    if suggestion is None:
-        return (
-            f"none of the changes tried fits; --search tries more layouts (evenly sharded, the inputs take "
-            f"{gib(least)} a chip)"
-        )
-    return str(suggestion)
+    if suggestion is not None:
+        return str(suggestion)
+    more = "--search tries more layouts" if chips > 1 else "there is one chip"
+    return f"none of the changes tried fits; {more} (evenly sharded, the inputs take {gib(least)} a chip)"
+
+
+def _int8_base(subject: LayoutSubject) -> str | None:
+    """How adapters on a frozen base would fit with the base in int8; None where they would not, or it is int8 already.
+
+    Its Programs would be others, so this is arithmetic: the frozen projections take one byte for each weight. What
+    else has to change is tried with as many bytes more on a chip.
+    """
+    residents = program_residents(subject.program, subject.plan.mesh)
+    frozen = [r for r in residents if r.group in _QUANTIZED and r.dtype in _WIDTHS and len(r.axes) > 1]
+    freed = sum(r.nbytes - r.nbytes // _WIDTHS[r.dtype] for r in frozen)
+    if not freed or any(r.dtype == "int8" for r in residents):
+        return None
+    wider = replace(subject, hbm_bytes=subject.hbm_bytes + freed)
+    key = "lora" if subject.plan.entry_point.startswith("lora_") else "adapter"
+    change = f"{key}: {{base_dtype: int8}}"
+    known = layout_lower_bound(wider, wider.now, layout_memory(wider, wider.now))
+    if known.total > wider.hbm_bytes:
+        suggestion = suggest_layout(wider)
+        if suggestion is None:
+            return None
+        change, known = f"{change}, {suggestion.yaml}", suggestion.known
+    total = gib(known.total - freed)
+    return f"might fit: {change}  # at least {total} in all (not compiled): frozen projections take {gib(freed)} less"
 
 
 def decode_cost(plan: RunPlan | None) -> DecodeCost | None:
@@ -239,7 +271,7 @@ def _if_enough(served: DecodeCost, what: str, rows: int) -> list[str]:
 def _larger_pods(served: DecodeCost, limit: int, pod: Accelerator, temporaries: int) -> list[str]:
     """The smallest larger pod that holds the rows, with the additional chips in tensor parallelism."""
     tensor = served.devices // served.shards
-    for chips in default_topologies(pod.generation):
+    for chips in _pod_sizes(pod):
         devices = chips * pod.generation.devices_per_chip
         ways, data = devices // served.shards, served.shards
         if chips <= pod.chips or devices % data or ways % tensor:
@@ -260,9 +292,17 @@ def _larger_pods(served: DecodeCost, limit: int, pod: Accelerator, temporaries: 
         )
         rows = smaller.fitting(limit, served.context, temp_bytes=temporaries)
         if rows >= served.rows:
-            name = parse_accelerator(f"{pod.generation.name}-{chips * pod.generation.cores_per_chip}").name
+            joined = f"-{chips * pod.generation.cores_per_chip}" if pod.generation.gpu is None else f"x{chips}"
+            name = parse_accelerator(f"{pod.generation.name}{joined}").name
             mesh = " × ".join(
                 f"{axis} {size}" for axis, size in (("data", data), ("model", kv_ways), ("group", group)) if size > 1
             )
             return [f"{name} with {mesh}, {rows} rows of {gib(smaller.bytes_per_row(served.context))} a chip"]
     return []
+
+
+def _pod_sizes(pod: Accelerator) -> Sequence[int]:
+    """The numbers of chips of a generation's pods, ascending; of GPUs up to those of an NVLink domain."""
+    if pod.generation.gpu is None:
+        return tuple(default_topologies(pod.generation))
+    return [n for n in (1, 2, 4, 8, 16, 36, 72) if n <= pod.generation.nvlink_domain]

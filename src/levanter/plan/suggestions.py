@@ -6,7 +6,7 @@ then further changes on top of the layouts that need least memory:
     parameters   shard an axis of a replicated array over mesh axes that do not shard it
     residual     shard the residual stream between blocks
     rows         halve the rows that a device takes at once
-    blocks       recompute the blocks of a train step that saves all activations
+    blocks       recompute the blocks of a train step that saves activations of them
     mesh         move a factor from one mesh axis to another
 
 The planner shards every array under each layout, so a run accepts each suggestion. Bytes of inputs are exact.
@@ -36,6 +36,7 @@ from levanter.plan.layout_memory import (
     LayoutSubject,
     layout_activations,
     layout_memory,
+    saves_by_name,
     saves_everything,
 )
 from levanter.runplan import Searchable
@@ -73,6 +74,16 @@ class Suggestion:
 
 
 def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
+    """The layout that a run would accept and that fits, by the fewest changes; None where none is known.
+
+    What a run saves by name was chosen: that it is recomputed is suggested only where nothing else fits.
+    """
+    return _suggested(subject) or (
+        _suggested(replace(subject, recompute_named=True)) if saves_by_name(subject) else None
+    )
+
+
+def _suggested(subject: LayoutSubject) -> Suggestion | None:
     """The layout that a run would accept and that fits, by the fewest changes.
 
     Among layouts with equally many changes, new rules are preferred to a smaller batch, that to recomputed blocks, and
@@ -261,8 +272,9 @@ def _fewer_rows(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
 
 
 def _recomputed(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
-    """Recomputes the blocks of a train step that saves all of their activations."""
-    if saves_everything(subject, layout):
+    """Recomputes the blocks of a train step that saves all or some of their activations."""
+    named = subject.recompute_named and not layout.recompute and saves_by_name(subject)
+    if named or saves_everything(subject, layout):
         change = LayoutChange(section=BLOCKS, entries=(("gradient_checkpointing", "true"),))
         yield replace(layout, recompute=True, changes=(*layout.changes, change))
 

@@ -151,16 +151,19 @@ def choose_backend(
     # Without a request: the kernel where it runs, then the reference while its scores are small, then blockwise.
     if not no_splash and length >= MIN_SPLASH_KEYS:
         return splash(reason=f"{prefix}{_splash_reason(shard_length, blocks)}")
+    # Not the default: where documents are kept apart the kernel gets the mask as a bias, and computes every pair.
+    hint = "; model.attn_backend: cudnn runs cuDNN's kernel" if platform == "gpu" and no_cudnn is None else ""
     if length > MAX_MATERIALIZED_KEYS:
         limit = MAX_MATERIALIZED_KEYS
-        reason = f"{prefix}{length} keys a sequence exceed {limit}, the longest whose scores are materialized"
+        reason = f"{prefix}{length} keys a sequence exceed {limit}, the longest whose scores are materialized{hint}"
         return blockwise(reason=reason)
     if not no_splash:
         reason = (
             f"{prefix}{length} keys a sequence are fewer than {MIN_SPLASH_KEYS}, where the kernel starts to pay off"
         )
         return make(name="reference", reason=reason)
-    reason = f"{prefix}{length} keys a sequence are at most {MAX_MATERIALIZED_KEYS}, so the scores are materialized"
+    limit = MAX_MATERIALIZED_KEYS
+    reason = f"{prefix}{length} keys a sequence are at most {limit}, so the scores are materialized{hint}"
     return make(name="reference", reason=reason)
 
 

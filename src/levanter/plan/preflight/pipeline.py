@@ -82,6 +82,10 @@ def _verdict(
     programs: tuple[ProgramVerdict, ...],
     headline: str,
 ) -> Verdict:
+    # Only with every Program compiled the largest is what the run needs.
+    compiled = [program.peak_bytes for program in programs if program.fits is not None]
+    needed = max((nbytes for nbytes in compiled if nbytes is not None), default=None)
+    gpu_note = gpu_memory_note(pod, needed=needed)
     return Verdict(
         plan=plan,
         target=inquiry.question.target if pod is None else pod.name,
@@ -92,7 +96,7 @@ def _verdict(
         stages=tuple(inquiry.stages),
         exit_code=inquiry.exit_code,
         headline=headline,
-        notes=() if plan is None else (*plan.notes, *filter(None, [dcn_gather_note(plan), gpu_memory_note(pod)])),
+        notes=() if plan is None else (*plan.notes, *filter(None, (dcn_gather_note(plan), gpu_note))),
     )
 
 

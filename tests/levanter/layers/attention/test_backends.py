@@ -191,6 +191,14 @@ def test_two_segmentations_are_our_bug():
             "cudnn: Transformer Engine is not a dependency; JAX calls the same cuDNN kernel",
         ),
         (
+            None,
+            "gpu",
+            "bfloat16",
+            4096,
+            "blockwise (blocks of 512): 4096 keys a sequence exceed 2048, the longest whose scores are materialized; "
+            "model.attn_backend: cudnn runs cuDNN's kernel",
+        ),
+        (
             "nvte",
             "gpu",
             "float32",
