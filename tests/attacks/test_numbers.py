@@ -41,6 +41,11 @@ def row(name: str, text: str, *says: str) -> Attack:
     return Attack(name=name, command="train_lm", words=train(text), code=BAD, says=("train.yaml:3: ", *says))
 
 
+def rope(name: str, text: str, *says: str) -> Attack:
+    words = ["--model.type", "llama", "--model.rope", text]
+    return Attack(name=name, command="train_lm", words=words, code=BAD, says=("command line: model.rope.", *says))
+
+
 ATTACKS = [
     row("nan-learning-rate", "optimizer: {learning_rate: .nan}", "optimizer.learning_rate: must be a finite number"),
     row("infinite-learning-rate", "optimizer: {learning_rate: .inf}", "optimizer.learning_rate: must be a finite"),
@@ -56,6 +61,16 @@ ATTACKS = [
     row("empty-checkpoint-path", "trainer: {checkpointer: {base_path: ''}}", "base_path: must name a file, a folder"),
     row("empty-begin", "initialize_from_checkpoint_path: ''", "initialize_from_checkpoint_path: must name"),
     row("many-digits", "trainer: {seed: " + "9" * 5000 + "}", "trainer.seed: expected an integer"),
+    row("empty-log-dir", "trainer: {log_dir: ''}", "trainer.log_dir: expected a path"),
+    rope("shrinking-rope", "{type: yarn, factor: 0.1}", "factor: must be at least 1, got 0.1"),
+    rope("huge-rope", "{type: linear, factor: 1e11}", "factor: must be from 1 to 1000000"),
+    rope("rope-base", "{type: default, theta: 0.5}", "theta: must be above 1, got 0.5"),
+    row("negative-alpha", "adapter: {type: lora, alpha: -16}", "adapter.alpha: must be positive, got -16"),
+    row("huge-alpha", "adapter: {type: lora, alpha: 1e11}", "adapter.alpha: must be above 0 and at most 1000000"),
+    row("negative-alpha-of-a-module", "adapter: {type: lora, alpha_pattern: {q_proj: -1}}", "alpha_pattern.q_proj: mu"),
+    Attack(name="negative-factor-in-config-json", command="eval_lm", code=BAD,
+           words=checkpoint(rope_scaling={"rope_type": "linear", "factor": -8.0}),
+           says=("config.json", "factor", "must be at least 1, got -8")),
     Attack(name="negative-init", command="train_lm", code=BAD,
            words=["--model.type", "llama", "--model.initializer_range", "-0.02"],
            says=("command line: model.initializer_range: must not be negative, got -0.02",)),

@@ -120,6 +120,23 @@ def saved(place):
     return words
 
 
+def read(key: str, place):
+    """A special file where a run reads: nothing may wait for a writer, or propose the name that is there."""
+
+    def words(folder: Path) -> list[str]:
+        made = make_inputs(folder)
+        name = place(folder)
+        if key == "txt_path":
+            return [*made.eval_careless_lm(folder / "run")[1:], f"--txt_path={name}"]
+        if key == "input_path":
+            return [*made.generate(folder / "run")[1:], f"--input_path={name}"]
+        return [*made.eval_lm(folder / "run")[1:], f"--{key}={[name] if key.endswith('urls') else name}"]
+
+    return words
+
+
+URLS = "data.components.docs.source.validation_urls"
+NOT_READ = ("no such file", "did you mean")
 REFUSED = "a folder will be written"
 ATTACKS = [
     Attack(name="null", command="eval_lm", words=evaluated(null), code=OK, says=("docs",)),
@@ -140,13 +157,23 @@ ATTACKS = [
            says=("GiB", "--html", "No space")),
     Attack(name="plan-disk", command="plan", words=planned(disk), code=BAD,
            says=("--json", "is a disk"), never=("GiB",)),
+    Attack(name="documents-pipe", command="eval_lm", words=read(URLS, pipe), code=BAD,
+           says=("pipe: is a pipe, not a regular file; files are read more than once",), never=NOT_READ),
+    Attack(name="documents-socket", command="eval_lm", words=read(URLS, listening), code=BAD,
+           says=("socket: is a socket, not a regular file",), never=NOT_READ),
+    Attack(name="book-pipe", command="eval_careless_lm", words=read("txt_path", pipe), code=BAD,
+           says=("pipe: is a pipe, not a regular file",), never=NOT_READ),
+    Attack(name="checkpoint-pipe", command="eval_lm", words=read("hf_checkpoint", pipe), code=BAD,
+           says=("pipe: it is a pipe, and a checkpoint is a folder",), never=NOT_READ),
+    Attack(name="prompts-pipe", command="generate", words=read("input_path", pipe), code=BAD, says=("is a pipe",),
+           never=NOT_READ),
     Attack(name="tracker", command="eval_lm", words=tracked(null), code=BAD, says=("tracker.output_path", REFUSED)),
     Attack(name="memorization", command="eval_careless_lm", words=memorized(null), code=BAD,
            says=("output_base_path", "is a")),
     Attack(name="checkpoints", command="train_lm", words=saved(null), code=BAD,
            says=("trainer.checkpointer.base_path",)),
 ]  # fmt: skip
-QUICK = ("full", "disk", "link", "tracker")
+QUICK = ("full", "disk", "link", "tracker", "documents-pipe", "book-pipe", "checkpoint-pipe")
 KINDS = {"null": stat.S_ISCHR, "full": stat.S_ISCHR, "disk": stat.S_ISBLK, "socket": stat.S_ISSOCK,
          "pipe": stat.S_ISFIFO, "there": stat.S_ISDIR, "link": stat.S_ISLNK, "circle": stat.S_ISLNK}  # fmt: skip
 

@@ -196,6 +196,11 @@ MESHES = (
         {"shared_mapping": {"kv_heads": "data", "kv_head": "model"}},
         {"shared_mapping": {"kv_head": "model"}},
     ),
+    (
+        "Mesh axis that shards nothing",
+        {"axes": {"context": 8}},
+        {"axes": {"context": 8}, "compute_mapping": {"position": "context"}, "attention_mapping": "auto"},
+    ),
     ("Heads that the mesh axis does not divide", {"axes": {"model": 16}}, {"axes": {"model": 4}}),
 )
 

@@ -26,7 +26,7 @@ from levanter.commands.plan_options import (
     suggest_plan_option,
 )
 from levanter.config import ConfigError, Loaded, load_written
-from levanter.io import Output, atomic_write, probe, setup_logging
+from levanter.io import Output, atomic_write, printable, probe, setup_logging
 
 if TYPE_CHECKING:
     from levanter.plan.compare import Comparison
@@ -253,7 +253,7 @@ def _report(
         pages.append((f"search on {target}", searched.text))
         document.setdefault("searches", []).append(searched.values)
     # With the JSON on standard output, text for people goes to standard error.
-    print("\n".join(texts), file=sys.stderr if request.json == "-" else sys.stdout)
+    print(printable("\n".join(texts)), file=sys.stderr if request.json == "-" else sys.stdout)
     if request.json is not None:
         text = json.dumps(document, indent=2, ensure_ascii=False)
         if request.json == "-":
@@ -276,6 +276,6 @@ def _try_outputs(request: PlanRequest) -> None:
 def _write(flag: str, path: str, text: str) -> None:
     try:
         with atomic_write(path) as file:
-            file.write(text.encode())
+            file.write(text.encode(errors="backslashreplace"))
     except OSError as error:
         raise PlanUsageError(f"{flag}: {error}") from error

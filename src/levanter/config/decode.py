@@ -385,7 +385,8 @@ def _scalar_value(node: Node, annotation: Annotation) -> object:
     if annotation is str:
         return INVALID if value is None or isinstance(value, bool) else text
     if annotation is Path:
-        return INVALID if value is None or isinstance(value, bool) else Path(text)
+        # An empty path would be the working folder.
+        return INVALID if value is None or isinstance(value, bool) or not text.strip() else Path(text)
     if annotation is bool:
         # `"yes"` in quotes is text, as in YAML.
         return _BOOLS.get(text.lower(), INVALID) if node.plain else INVALID

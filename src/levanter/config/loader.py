@@ -16,12 +16,14 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from levanter.base.bounded_json import lone_surrogate
 from levanter.config.decode import INVALID, Decoder
 from levanter.config.errors import COMMAND_LINE, ConfigError, Mark, Problem
 from levanter.config.explicit_keys import ExplicitKeys
@@ -30,7 +32,7 @@ from levanter.config.includes import EXTENDS, read_documents
 from levanter.config.schema import TYPE_KEY, config_fields
 from levanter.config.upstream import Change, old_keys, translate
 from levanter.config.upstream.unsupported import NotCarried, remove_unsupported, unsupported_rows
-from levanter.config.yaml_nodes import Entry, MapNode, Node, Scalar, compose, from_plain, merged
+from levanter.config.yaml_nodes import Entry, ListNode, MapNode, Node, Scalar, compose, from_plain, merged
 
 
 class HelpRequested(Exception):
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 TYPE_SUFFIX = f".{TYPE_KEY}"
 BAD_CONFIG = 2
+_HALF_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates other than those that stand for bytes of a command line that are not UTF-8, as names of files may have."""
 """The exit code of an entry point whose configuration cannot be used."""
 
 
@@ -206,7 +210,7 @@ def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> 
         document, unsupported = remove_unsupported(document, takes)
     decoder = Decoder(config_class, lambda path: (*old_keys(path), *unsupported_rows(path, takes)))
     value = decoder.decode(document, config_class)
-    problems += decoder.problems
+    problems += [*decoder.problems, *_unencodable(document, "")]
     if problems:
         raise ConfigError(problems)
     assert value is not INVALID and isinstance(document, MapNode)
@@ -216,6 +220,22 @@ def _decoded(config_class: type[C], document: Node, problems: list[Problem]) -> 
         document=document,
         written=ExplicitKeys(frozenset(decoder.written), unsupported),
     )
+
+
+def _unencodable(node: Node, key: str) -> Iterator[Problem]:
+    """A problem for each text that neither UTF-8 nor the name of a file can hold (`"\\ud800"` in YAML)."""
+    if isinstance(node, MapNode):
+        for entry in node:
+            if (half := lone_surrogate(entry.key)) is not None:
+                message = f"{entry.key!r} is no text: character {half} is half of a surrogate pair, or was not UTF-8"
+                yield Problem(message=message, mark=entry.mark, key=key, value=entry.key)
+            yield from _unencodable(entry.node, f"{key}.{entry.key}" if key else entry.key)
+    elif isinstance(node, ListNode):
+        for n, item in enumerate(node.items):
+            yield from _unencodable(item, f"{key}[{n}]")
+    elif (half := _HALF_SURROGATE.search(node.text)) is not None:
+        message = f"character {half.start()} is half of a surrogate pair, which neither text nor a file name can have"
+        yield Problem(message=message, mark=node.mark, key=key, value=node.text)
 
 
 def main(

@@ -123,6 +123,12 @@ ManyInt: TypeAlias = Annotated[int, Range(1, LARGEST_INT64)]
 FiniteFloat: TypeAlias = Annotated[float, Range(-1e12, 1e12)]
 PositiveFloat: TypeAlias = Annotated[float, Range(0, 1e12, above=True)]
 NonNegativeFloat: TypeAlias = Annotated[float, Range(0, 1e12)]
+Scale: TypeAlias = Annotated[float, Range(0, 1e6, above=True)]
+"""A factor of activations, frequencies or updates; beyond a million it is a typing error."""
+Stretch: TypeAlias = Annotated[float, Range(1, 1e6)]
+"""A ratio of a longer context to a shorter one."""
+RotaryBase: TypeAlias = Annotated[float, Range(1, 1e12, above=True)]
+"""The base of a geometric series of wavelengths, which grow only if it is above 1."""
 LearningRate: TypeAlias = Annotated[float, Range(0, 1e3)]
 Epsilon: TypeAlias = Annotated[float, Range(0, 1, above=True)]
 """A term that keeps a denominator or a root away from zero, so 0 is excluded."""

@@ -295,7 +295,8 @@ def listen(port: int) -> socket.socket:
     except OSError as error:
         raise RendezvousError(
             f"process 0 cannot listen on port {port} of {socket.gethostname()}: {error.strerror or error}; "
-            "another run may still be shutting down here, or another program is using the port"
+            "another run may still be shutting down here, another process may have number 0 too, or another program is "
+            "using the port"
         ) from error
 
 

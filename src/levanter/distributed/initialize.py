@@ -21,6 +21,8 @@ from levanter.distributed.rendezvous import ProcessPlace, connect_peers
 
 COORDINATOR, PROCESSES, PROCESS = "LEVANTER_COORDINATOR", "LEVANTER_NUM_PROCESSES", "LEVANTER_PROCESS_ID"
 LOCAL_DEVICES = "LEVANTER_LOCAL_DEVICE_IDS"
+MAX_PROCESSES = 1 << 20
+"""The largest number of processes: more than any machine has, and few enough to be listed by number."""
 _JAX_PATIENCE = 3
 """`jax.distributed` waits this many times as long as we do."""
 
@@ -130,6 +132,8 @@ def find_process_place(
     coordinator = next((hints.coordinator for hints in sources if hints.coordinator is not None), None)
     processes = next((hints.processes for hints in sources if hints.processes is not None), None)
     process = next((hints.process for hints in sources if hints.process is not None), None)
+    # Before anything else: a run of one process ignores its number, and lists of processes have an entry for each.
+    _check_numbers(processes, process)
     # One process, or no sign of several: a run of one process needs no coordinator.
     if processes == 1 or (coordinator is None and processes is None and process is None):
         return None
@@ -144,8 +148,6 @@ def find_process_place(
             f"several processes were requested, but {missing} is not known: give it, or start every process "
             f"with {COORDINATOR}, {PROCESSES} and {PROCESS} set (docs/multihost.md), with srun, or on a TPU pod"
         )
-    if not 0 <= process < processes:
-        raise PlaceError(f"process number {process} of {processes} processes: numbers go from 0 to {processes - 1}")
     return ProcessPlace(
         coordinator=coordinator,
         processes=processes,
@@ -153,6 +155,25 @@ def find_process_place(
         local_devices=next((hints.local_devices for hints in sources if hints.local_devices is not None), None),
         source=sources[-1].source,
     )
+
+
+def _check_numbers(processes: int | None, process: int | None) -> None:
+    """Refuses a number of processes, or a number of this one, that no run can have."""
+    problems: list[str] = []
+    if processes is not None and not 1 <= processes <= MAX_PROCESSES:
+        problems.append(
+            f"a run of {processes:,} processes: their number ({PROCESSES}, or trainer.distributed.num_processes) must "
+            f"be from 1 to {MAX_PROCESSES:,}"
+        )
+    elif process is not None and process < 0:
+        problems.append(f"process number {process}: numbers ({PROCESS}) begin with 0")
+    elif processes is not None and process is not None and process >= processes:
+        problems.append(
+            f"process number {process} of {processes}: numbers ({PROCESS}, or trainer.distributed.process_id) go from "
+            f"0 to {processes - 1}"
+        )
+    if problems:
+        raise PlaceError("\n".join(problems))
 
 
 def launcher_hints(environment: Mapping[str, str]) -> PlaceHints | None:
@@ -313,7 +334,8 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _integer(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise PlaceError(f"{name}: expected a whole number, got {text!r}") from None
+    # `int` alone also takes `1_000` and digits of other scripts, and refuses long numbers with an error of its own.
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
+        shown = text if len(text) <= 40 else f"{text[:40]}…"
+        raise PlaceError(f"{name}: expected a whole number, got {shown!r}")
+    return int(text)

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
+TAKEN_PORT_SECONDS = 3.0
+"""Seconds that a program which has the coordinator's port may take to answer, if it is a coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,15 @@ def connect_peers(place: ProcessPlace, *, versions: Mapping[str, str], timeouts:
         RendezvousError: not all came in time, or their numbers or versions differ; lists who is missing.
     """
     if place.process == 0:
+        try:
+            listener = listen(place.address[1])
+        except RendezvousError as error:
+            # Often a second process 0 of this run, whose coordinator then waits for the others until its timeout.
+            if (why := _refusal_of_listener(place, versions)) is None:
+                raise
+            raise RendezvousError(why) from error
         hub = Coordinator(
-            listen(place.address[1]),
+            listener,
             processes=place.processes,
             versions=versions,
             roll_seconds=timeouts.roll,
@@ -104,6 +113,35 @@ def connect_peers(place: ProcessPlace, *, versions: Mapping[str, str], timeouts:
         time.sleep(RETRY_SECONDS)
 
 
+def _refusal_of_listener(place: ProcessPlace, versions: Mapping[str, str]) -> str | None:
+    """The reason for which the coordinator that has this process's port refuses it; None if it is another program.
+
+    The coordinator refuses the processes that have joined it with the same reason, so that they do not wait either.
+    """
+    try:
+        connection = socket.create_connection(("localhost", place.address[1]), timeout=TAKEN_PORT_SECONDS)
+    except OSError:
+        return None
+    wire = Connection(connection)
+    _say_hello(wire, place, versions)
+    refusals = (message.get("why") for message in wire.messages() if message["kind"] == "refused")
+    why = next(refusals, None)
+    wire.close()
+    return why if isinstance(why, str) else None
+
+
+def _say_hello(wire: Connection, place: ProcessPlace, versions: Mapping[str, str]) -> None:
+    """Sends the first message; the coordinator checks number, count and versions before it counts this process."""
+    wire.send(
+        "hello",
+        process=place.process,
+        processes=place.processes,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions=dict(versions),
+    )
+
+
 class _Handshake:
     """Sends one process's hello and waits for the answer; its thread keeps receiving for the entire run."""
 
@@ -112,15 +150,7 @@ class _Handshake:
         self._peers: Peers | None = None
         self._refused: str | None = None
         self._answered = threading.Event()
-        # The first message; the coordinator checks number, count and versions before it counts this process.
-        wire.send(
-            "hello",
-            process=place.process,
-            processes=place.processes,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            versions=dict(versions),
-        )
+        _say_hello(wire, place, versions)
         threading.Thread(target=self._receive, name="peers-receive", daemon=True).start()
 
     def peers(self) -> Peers | None:

@@ -118,6 +118,10 @@ def _line(value: Mapping[str, Json]) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
+class LostPartsError(ValueError):
+    """Parts of a run are no longer where it stored them."""
+
+
 class OutputWriter:
     """Collects the responses of one run, and writes them to its output.
 
@@ -211,6 +215,9 @@ class OutputWriter:
 
         Returns:
             The number of responses in the output.
+
+        Raises:
+            LostPartsError: stored responses are missing; those that remain stay for the next run.
         """
         assert not self._waiting, f"request {self._taken} has no answer"
         self.store()
@@ -223,7 +230,13 @@ class OutputWriter:
             for part in self._stored_parts():
                 file.write(b"".join(part))
                 count += len(part)
-        assert count == self._taken, f"{count} answers are stored, {self._taken} came"
+            # In the block, so that no output with fewer lines appears.
+            if count != self._taken:
+                raise LostPartsError(
+                    f"{self.folder}: it holds {count:,} of the {self._taken:,} responses that were stored there; "
+                    "something removed or changed its files while the run wrote\n"
+                    f"  → start the command again: it keeps these {count:,} and generates the others"
+                )
         # After the output is complete: a run that is killed in between finds the parts, and joins them again.
         self._folder.remove()
         return count

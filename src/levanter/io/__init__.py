@@ -1,7 +1,6 @@
 """Files and terminals: paths, atomic writes, progress, logs. Knows nothing of models and never imports jax."""
 
 from levanter.io.atomic import atomic_write as atomic_write
-from levanter.io.atomic import special_kind as special_kind
 from levanter.io.lease import Lease as Lease
 from levanter.io.lease import LeaseError as LeaseError
 from levanter.io.lease import LeaseLostError as LeaseLostError
@@ -20,11 +19,13 @@ from levanter.io.paths import is_remote as is_remote
 from levanter.io.paths import join as join
 from levanter.io.paths import local_path as local_path
 from levanter.io.paths import open_read as open_read
+from levanter.io.paths import special_kind as special_kind
 from levanter.io.progress import Progress as Progress
 from levanter.io.resumable import OtherRunError as OtherRunError
 from levanter.io.resumable import PartFolder as PartFolder
 from levanter.io.resumable import ResumableResults as ResumableResults
 from levanter.io.stdout import output_is_lost as output_is_lost
 from levanter.io.stdout import prepare_streams as prepare_streams
+from levanter.io.stdout import printable as printable
 from levanter.io.stdout import printing_may_fail as printing_may_fail
 from levanter.io.write_errors import OutputError as OutputError

@@ -17,13 +17,10 @@ from typing import IO
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from levanter.io.paths import base_name, filesystem, is_remote, local_path
+from levanter.io.paths import base_name, filesystem, is_remote, local_path, process_descriptor, special_kind
 from levanter.io.write_errors import NO_SPACE, OutputError, output_error, output_errors
 
-_DESCRIPTOR = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self)/fd)/(\d+)")
 _LEFT_BEHIND = re.compile(r"\.(.*)\.\d+-[0-9a-f]{8}\.tmp")
-_LINKS = 40
-"""The most symbolic links of one path that Linux follows."""
 
 
 @contextlib.contextmanager
@@ -58,38 +55,6 @@ def atomic_write(path: str, *, needed: int | None = None) -> Iterator[IO[bytes]]
         raise
 
 
-def special_kind(path: str) -> str | None:
-    """The kind of a local path that is no ordinary file or folder; None for these and for absent paths."""
-    name = os.path.abspath(local_path(path))
-    try:
-        mode = os.stat(name).st_mode
-    except OSError:
-        return None
-    if stat.S_ISFIFO(mode):
-        return "pipe"
-    if stat.S_ISCHR(mode):
-        return "device"
-    if stat.S_ISBLK(mode):
-        return "disk"
-    if stat.S_ISSOCK(mode):
-        return "socket"
-    return "stream" if stat.S_ISREG(mode) and _process_descriptor(name) is not None else None
-
-
-def _process_descriptor(name: str) -> int | None:
-    """The descriptor of this process that a name (`/dev/stdout`), or one that it links to, stands for."""
-    for _ in range(_LINKS):
-        # `/dev/stdout` links to `/proc/self/fd/1`, whose own link names the file behind it. Stop before that last link:
-        # a rename over that file would not reach the open descriptor.
-        match = _DESCRIPTOR.fullmatch(name.replace(f"/proc/{os.getpid()}/", "/proc/self/"))
-        if match is not None:
-            return int(match[1])
-        if not os.path.islink(name):
-            return None
-        name = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(name)))
-    return None
-
-
 def check_special(path: str, kind: str) -> None:
     """Refuses files that must not be written to; opens nothing, because the reader of a pipe would see it end.
 
@@ -106,7 +71,7 @@ def check_special(path: str, kind: str) -> None:
 def _into(path: str, kind: str) -> Iterator[IO[bytes]]:
     """Writes into a pipe, a terminal, or an open file of the process."""
     check_special(path, kind)
-    inherited = _process_descriptor(os.path.abspath(local_path(path)))
+    inherited = process_descriptor(os.path.abspath(local_path(path)))
     try:
         if inherited is not None:
             # Flush, so that the output keeps the order of the program.
@@ -136,7 +101,8 @@ def temporary_name(path: str) -> str:
 
 def _short(name: str) -> str:
     """The first 200 bytes of a name: file systems allow 255, and the suffix needs some of them."""
-    return name.encode()[:200].decode(errors="ignore")
+    # A name may have bytes that are not UTF-8, which are left out.
+    return name.encode(errors="ignore")[:200].decode(errors="ignore")
 
 
 def remove_stale_temporaries(folder: str, *, of: str | None = None) -> None:

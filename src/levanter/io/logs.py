@@ -4,9 +4,18 @@ import logging
 import sys
 from typing import IO
 
+from levanter.io.stdout import printable
+
 HANDLER_NAME = "levanter"
 QUIET = ("fsspec", "urllib3", "httpx", "httpcore", "filelock", "h5py", "jax._src", "absl")
 """Libraries whose INFO records are of no use to the user of a run; their warnings are shown."""
+
+
+class _Formatter(logging.Formatter):
+    """Shows control characters of a message: it may have names from files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _StderrHandler(logging.StreamHandler):
@@ -44,7 +53,7 @@ def setup_logging(level: int | str = logging.INFO, *, process_index: int = 0, pr
     handler = _StderrHandler()
     handler.set_name(HANDLER_NAME)
     label = f" [{process_index}]" if process_count > 1 else ""
-    handler.setFormatter(logging.Formatter(f"%(asctime)s{label} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"%(asctime)s{label} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
     handler.setLevel(level if process_index == 0 else max(logging.WARNING, _number(level)))
     root.addHandler(handler)
     # The root level is the lower bound for every handler; process 1 and up filter in the handler, so that handlers of

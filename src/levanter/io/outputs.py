@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from levanter.io.atomic import check_special, special_kind
-from levanter.io.paths import check_writable, is_remote, join, local_path
+from levanter.io.atomic import check_special
+from levanter.io.paths import check_writable, is_remote, join, local_path, special_kind
 from levanter.io.progress import amount
 from levanter.io.write_errors import OutputError, free_bytes, nearest_folder, output_error
 

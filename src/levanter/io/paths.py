@@ -11,6 +11,7 @@ import math
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +27,9 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)(?:::|://)")
 _INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?$")
 _WILDCARD = re.compile(r"[*?\[]")
+_DESCRIPTOR = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self)/fd)/(\d+)")
+_LINKS = 40
+"""The most symbolic links of one path that Linux follows."""
 PROBE_BYTES = 4096
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "http": "aiohttp", "https": "aiohttp"}
 
@@ -111,6 +115,38 @@ def file_size(path: str) -> int:
         raise missing_file(path) from error
 
 
+def special_kind(path: str) -> str | None:
+    """The kind of a local path that is no ordinary file or folder; None for these and for absent paths."""
+    name = os.path.abspath(local_path(path))
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return None
+    if stat.S_ISFIFO(mode):
+        return "pipe"
+    if stat.S_ISCHR(mode):
+        return "device"
+    if stat.S_ISBLK(mode):
+        return "disk"
+    if stat.S_ISSOCK(mode):
+        return "socket"
+    return "stream" if stat.S_ISREG(mode) and process_descriptor(name) is not None else None
+
+
+def process_descriptor(name: str) -> int | None:
+    """The descriptor of this process that a name (`/dev/stdout`), or one that it links to, stands for."""
+    for _ in range(_LINKS):
+        # `/dev/stdout` links to `/proc/self/fd/1`, whose own link names the file behind it. Stop before that last link:
+        # a rename over that file would not reach the open descriptor.
+        match = _DESCRIPTOR.fullmatch(name.replace(f"/proc/{os.getpid()}/", "/proc/self/"))
+        if match is not None:
+            return int(match[1])
+        if not os.path.islink(name):
+            return None
+        name = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(name)))
+    return None
+
+
 def check_writable(folder: str) -> None:
     """Writes and deletes a small file; a folder that cannot be written is so reported before the work begins.
 
@@ -130,14 +166,21 @@ def check_writable(folder: str) -> None:
     fs.rm_file(name)
 
 
-def open_read(path: str) -> IO[bytes]:
+def open_read(path: str, *, once: bool = False) -> IO[bytes]:
     """Opens a file for reading its bytes as stored (nothing is decompressed).
+
+    Args:
+        path: a local path or a URL.
+        once: whether the caller reads the file only once, so that it may be a pipe (`<(pass show key)`).
 
     Raises:
         MissingFileError: there is no such file; the message has the nearest names in the folder.
-        UnreadableFileError: no permission, or the store refuses.
+        UnreadableFileError: no permission, the store refuses, or it is a pipe, a socket or a device.
     """
     fs, name = filesystem(path)
+    # Opening a pipe that nobody writes to would wait forever.
+    if not once and (problem := _special_problem(path)) is not None:
+        raise UnreadableFileError(problem)
     try:
         return fs.open(name, "rb")
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -214,6 +257,8 @@ def missing_file(path: str) -> MissingFileError:
     folder, _, base = name.rstrip("/").rpartition("/")
     if fs.isdir(name):
         return MissingFileError(f"{path}: is a folder; expected a file (for all files in it: {path.rstrip('/')}/*)")
+    if (problem := _special_problem(path)) is not None:
+        return MissingFileError(problem)
     names = _names_in(fs, folder)
     if names is None:
         return MissingFileError(f"{path}: no such file, and no folder {folder or '/'}")
@@ -222,6 +267,16 @@ def missing_file(path: str) -> MissingFileError:
         return MissingFileError(f"{path}: no such file; did you mean {' or '.join(close)}?")
     shown = ", ".join(sorted(names)[:5]) or "nothing"
     return MissingFileError(f"{path}: no such file; {folder or '/'} holds {shown}{', …' if len(names) > 5 else ''}")
+
+
+def _special_problem(path: str) -> str | None:
+    """Why a local path cannot be read although it exists; None for files, folders and absent paths."""
+    kind = None if is_remote(path) else special_kind(path)
+    # `/dev/stdin` of a shell's `< file` is that file.
+    if kind in (None, "stream"):
+        return None
+    again = "; files are read more than once" if kind == "pipe" else ""
+    return f"{path}: is a {kind}, not a regular file{again}\n  → write its content into a file, and name that"
 
 
 def _names_in(fs: AbstractFileSystem, folder: str) -> list[str] | None:

@@ -18,6 +18,9 @@ from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+"""Control characters of ASCII and Latin-1, which a terminal would execute, as they are shown."""
+_CONTROLS_OF_TEXT = {code: shown for code, shown in _CONTROLS.items() if chr(code) != "\r"}
 READABLE = "levanter.readable"
 """The name of the error handler of encodings that replaces characters which the terminal's encoding lacks."""
 _ASCII = {
@@ -26,6 +29,18 @@ _ASCII = {
     **{"×": "x", "→": "->", "←": "<-", "…": "...", "≥": ">=", "≤": "<=", "≈": "~", "·": ".", "•": "*", "√": "sqrt"},
     **{"“": '"', "”": '"', "‘": "'", "’": "'", "τ": "tau", "Σ": "sum", "°": "deg", "µ": "u", "μ": "u", "⋅": "."},
 }
+
+
+STANDARD_OUTPUT = "standard output"
+
+
+def printable(text: str) -> str:
+    """The text with its control characters shown: names of files, tasks and tokens may hold sequences for terminals.
+
+    >>> printable("books/\\x1b]0;title\\x07.txt")
+    'books/\\\\x1b]0;title\\\\x07.txt'
+    """
+    return text if text.isprintable() else text.translate(_CONTROLS)
 
 
 def prepare_streams() -> None:
@@ -79,7 +94,7 @@ def printing_may_fail() -> Iterator[None]:
     """
     before = sys.stdout, sys.stderr
     ours: tuple[Any, Any] = (
-        _TolerantStream(sys.stdout, "standard output"),
+        _TolerantStream(sys.stdout, STANDARD_OUTPUT),
         _TolerantStream(sys.stderr, "standard error"),
     )
     sys.stdout, sys.stderr = ours
@@ -94,14 +109,19 @@ def printing_may_fail() -> Iterator[None]:
 
 
 class _TolerantStream:
-    """A stream that drops all output after its first failure."""
+    """A stream that drops all output after its first failure; standard output shows control characters."""
 
     def __init__(self, stream: IO[str], name: str):
         self._stream, self._name, self._lost = stream, name, False
+        self._stdout = name == STANDARD_OUTPUT
 
     def write(self, text: str) -> int:
+        # Results and generated text go to standard output; a progress bar moves the cursor on standard error.
+        shown = text.translate(_CONTROLS_OF_TEXT) if self._stdout and not text.isprintable() else text
         try:
-            return len(text) if self._lost else self._stream.write(text)
+            if not self._lost:
+                self._stream.write(shown)
+            return len(text)
         except OSError as error:
             self._give_up(error)
             return len(text)

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, ClassVar
 import draccus
 import numpy as np
 
-from levanter.config.validators import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, Ranged
+from levanter.config.validators import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Ranged,
+    RotaryBase,
+    Scale,
+    Stretch,
+)
 
 if TYPE_CHECKING:
     from haliax import Axis, NamedArray
@@ -35,7 +44,7 @@ class RotaryConfig(Ranged, draccus.ChoiceRegistry):
 
     range_prefix: ClassVar[str] = "rope."
 
-    theta: PositiveFloat = 10000.0
+    theta: RotaryBase = 10000.0
     partial_rotary_factor: PositiveFraction = 1.0
 
     @classmethod
@@ -129,7 +138,7 @@ class DefaultRotaryConfig(RotaryConfig):
         factor: divisor of the positions; 1 leaves them unchanged (the key exists for upstream's configs).
     """
 
-    factor: PositiveFloat = 1.0
+    factor: Stretch = 1.0
 
     def frequencies(self, head_size: int, length: int) -> np.ndarray:
         del length
@@ -141,7 +150,7 @@ class DefaultRotaryConfig(RotaryConfig):
 class LinearRotaryConfig(RotaryConfig):
     """Position interpolation: all positions divided by `factor` (Chen et al., arXiv:2306.15595)."""
 
-    factor: PositiveFloat = 1.0
+    factor: Stretch = 1.0
 
     def frequencies(self, head_size: int, length: int) -> np.ndarray:
         del length
@@ -163,7 +172,7 @@ class DynamicRotaryConfig(RotaryConfig):
             Face config).
     """
 
-    factor: PositiveFloat = 1.0
+    factor: Stretch = 1.0
     original_max_position_embeddings: PositiveInt
 
     def frequencies(self, head_size: int, length: int) -> np.ndarray:
@@ -191,9 +200,9 @@ class Llama3RotaryConfig(RotaryConfig):
     """
 
     theta: float = 500000.0
-    factor: PositiveFloat = 8.0
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
+    factor: Stretch = 8.0
+    low_freq_factor: Scale = 1.0
+    high_freq_factor: Scale = 4.0
     original_max_position_embeddings: PositiveInt = 8192
 
     def __post_init__(self):
@@ -234,11 +243,11 @@ class YarnRotaryConfig(RotaryConfig):
         truncate: round the limits of the blend outwards to whole feature pairs.
     """
 
-    factor: PositiveFloat = 1.0
+    factor: Stretch = 1.0
     original_max_position_embeddings: PositiveInt = 2048
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
-    attention_factor: PositiveFloat | None = None
+    attention_factor: Scale | None = None
     mscale: NonNegativeFloat | None = None
     mscale_all_dim: NonNegativeFloat | None = None
     truncate: bool = True
@@ -305,11 +314,11 @@ class LongRotaryConfig(RotaryConfig):
         attention_factor: amplitude of the tables; None is `√(1 + ln(factor) / ln(original context))`.
     """
 
-    short_factor: tuple[PositiveFloat, ...]
-    long_factor: tuple[PositiveFloat, ...]
+    short_factor: tuple[Scale, ...]
+    long_factor: tuple[Scale, ...]
     original_max_position_embeddings: PositiveInt
-    factor: PositiveFloat = 1.0
-    attention_factor: PositiveFloat | None = None
+    factor: Stretch = 1.0
+    attention_factor: Scale | None = None
 
     def rotated_size(self, head_size: int) -> int:
         size = super().rotated_size(head_size)

@@ -368,7 +368,8 @@ def read_scores(table: "pa.Table", k: int) -> Scores:
 
 def as_json_bytes(value: object) -> bytes:
     """JSON in the format of a run's files: sorted keys, so that equal values give equal bytes."""
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8")
+    # Names of files may have bytes that are not UTF-8; a backslash and the number is JSON's form of them.
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def _span(table: "pa.Table", name: str) -> np.ndarray:

@@ -52,6 +52,8 @@ class MeshConfig(Ranged):
         overrides: path pattern → mapping merged over the parameter mapping for matching parameters.
         split_heads: `auto` factors a mesh axis mapped to `heads` that exceeds the KV heads into itself × `group`.
         allow_replicated: path patterns or mesh axes for which large replication is accepted.
+        allow_idle_axes: mesh axes that may shard nothing, so that the devices along them do the same work; any other
+            such mesh axis is an error.
         on_conflict: what happens if two logical axes of one array map to one mesh axis: an error, or the first in the
             mapping is sharded.
         hbm_gib: memory of one device in GiB, used by the replication check; default: the accelerator's.
@@ -71,6 +73,7 @@ class MeshConfig(Ranged):
     overrides: dict[str, dict[str, MappingValue]] = field(default_factory=dict)
     split_heads: Literal["never", "auto"] = "never"
     allow_replicated: list[str] = field(default_factory=list)
+    allow_idle_axes: list[str] = field(default_factory=list)
     on_conflict: Literal["error", "first_wins"] = "error"
     hbm_gib: PositiveFloat | None = None
 

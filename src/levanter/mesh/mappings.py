@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 
-from haliax_ext.errors import IndivisibleError, ShardingError, raise_all
+from haliax_ext.errors import IndivisibleError, MeshError, ShardingError, UnknownAxisError, nearest, raise_all
 from haliax_ext.mapping import AxisMapping, DeclaredReplication, Mappings
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import show_axes
 from levanter.mesh.config import MeshConfig, ModelAxes
 from levanter.mesh.context_parallel import ContextParallel, Method
-from levanter.mesh.heads import ExpandedRules, MeshRules
+from levanter.mesh.heads import HEADS, KV_HEAD, ExpandedRules, MeshRules
+
+ACTIVATION_AXES = frozenset({"position", "key_position", "page", "slot", "kv"})
+"""Axes of activations and caches that a model does not list: a rule for one of them counts as sharding something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +106,12 @@ def resolved_mesh(
         allow_replicated=tuple(config.allow_replicated),
         on_conflict=config.on_conflict,
     )
-    # Notes below assume consistent mappings, so errors are raised first.
+    problems += _unknown_idle_axes(config, spec)
+    # What follows assumes consistent mappings, so errors are raised first.
     raise_all(_distinct(problems))
-    notes += [*_residual_notes(mappings, spec), *_idle_mesh_axes(spec, mappings, rules.batch)]
+    idle, idle_notes = _idle_axes(config, spec, mappings, model=model, batch=rules.batch)
+    raise_all(idle)
+    notes += [*_residual_notes(mappings, spec), *idle_notes]
     return ResolvedMesh(
         spec=spec,
         mappings=mappings,
@@ -127,16 +133,76 @@ def _residual_notes(mappings: Mappings, mesh: MeshSpec) -> list[str]:
     ]
 
 
-def _idle_mesh_axes(spec: MeshSpec, mappings: Mappings, batch: str) -> list[str]:
-    """A note for each mesh axis along which every device computes the same."""
-    busy = mappings.compute.used_mesh_axes | mappings.residual.used_mesh_axes | mappings.attention.used_mesh_axes
-    batch_axes = mappings.compute.mesh_axes(batch)
+def _unknown_idle_axes(config: MeshConfig, spec: MeshSpec) -> list[ShardingError]:
+    """Entries of `allow_idle_axes` that are no mesh axes."""
     return [
-        f"mesh axis {name} {size} shards no activation: the devices along it duplicate each other's work; to "
-        f"shard the batch over it: compute_mapping: {{{batch}: [{', '.join((*batch_axes, name))}]}}"
-        for name, size in spec.axes
-        if size > 1 and name not in busy
+        UnknownAxisError(
+            f"trainer.mesh.allow_idle_axes: {name!r} is not a mesh axis of {spec}",
+            suggestion=f"did you mean {' or '.join(close)}?" if (close := nearest(name, spec.names)) else None,
+        )
+        for name in config.allow_idle_axes
+        if name not in spec.names
     ]
+
+
+def _idle_axes(
+    config: MeshConfig, spec: MeshSpec, mappings: Mappings, *, model: ModelAxes, batch: str
+) -> tuple[list[ShardingError], list[str]]:
+    """Mesh axes along which every device computes the same: errors where they shard nothing at all, and notes.
+
+    A mesh axis that shards parameters only saves memory, so it is a note; so is one that `allow_idle_axes` names.
+    """
+    sharded = {*model.sizes, *ACTIVATION_AXES, batch} | ({"token"} if "expert" in model.sizes else set())
+
+    def busy(*kinds: AxisMapping) -> set[str]:
+        # A rule for an axis that the model does not have shards nothing.
+        return {axis for mapping in kinds for name in mapping if name in sharded for axis in mapping.mesh_axes(name)}
+
+    with_activations = busy(mappings.compute, mappings.residual, mappings.attention)
+    with_parameters = busy(mappings.params, *(mapping for _, mapping in mappings.overrides))
+    errors: list[ShardingError] = []
+    notes: list[str] = []
+    for name, size in spec.axes:
+        if size == 1 or name in with_activations:
+            continue
+        rules = _rules_for(name, spec, mappings, model, batch)
+        if name in with_parameters:
+            notes.append(
+                f"mesh axis {name} {size} shards parameters, but no activation: the {size} devices along it compute "
+                f"the same; to shard activations: {rules}"
+            )
+        elif name in config.allow_idle_axes:
+            notes.append(f"mesh axis {name} {size} shards nothing, as allow_idle_axes allows; to use it: {rules}")
+        else:
+            errors.append(
+                MeshError(
+                    f"trainer.mesh: mesh axis {name} {size} shards nothing: the {size} devices along it would do the "
+                    "same work",
+                    suggestion=f"shard over it with {rules}, or allow it: allow_idle_axes: [{name}]",
+                )
+            )
+    return errors, notes
+
+
+def _rules_for(name: str, spec: MeshSpec, mappings: Mappings, model: ModelAxes, batch: str) -> str:
+    """Keys of `trainer.mesh` that shard over a mesh axis, by what its name says that it is for; else the batch."""
+    embed = show_axes((*(axis for axis in mappings.params.mesh_axes("embed") if axis != name), name))
+    if name in ("context", "sequence", "seq", "position", "cp", "sp", "ring"):
+        # The mappings of config/mesh/context.yaml.
+        return (
+            f"compute_mapping: {{position: {name}}}, param_mapping: {{embed: {embed}}}, attention_mapping: auto "
+            "(config/mesh/context.yaml)"
+        )
+    if name in ("expert", "experts", "ep") and "expert" in model.sizes:
+        return f"shared_mapping: {{expert: {name}}}"
+    if name in ("model", "tensor", "tp"):
+        heads = f", {HEADS}: {name}" if HEADS in model.sizes or KV_HEAD in model.sizes else ""
+        return f"shared_mapping: {{mlp: {name}{heads}, vocab: {name}}}"
+    rows = mappings.compute.mesh_axes(batch)
+    if name in spec.dcn:
+        # Axes across slices come first, and parameters are not gathered over DCN by default.
+        return f"compute_mapping: {{{batch}: {show_axes((name, *rows))}}}"
+    return f"compute_mapping: {{{batch}: {show_axes((*rows, name))}}}, param_mapping: {{embed: {embed}}}"
 
 
 def _distinct(problems: list[ShardingError]) -> list[ShardingError]:

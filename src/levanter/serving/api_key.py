@@ -86,7 +86,7 @@ def read_key(where: str, environment: Mapping[str, str] = os.environ) -> ApiKey:
             raise ApiKeyError(f"api_key: {ENVIRONMENT}…: there is no environment variable{shown}")
         return ApiKey.of(_checked(environment[name], where))
     try:
-        with open_read(where) as file:
+        with open_read(where, once=True) as file:
             # One byte more than the limit shows that the file is too long, whatever its size.
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:

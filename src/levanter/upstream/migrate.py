@@ -29,7 +29,7 @@ from levanter.config.upstream import Change, translate
 from levanter.config.upstream.changes import PlainDumper
 from levanter.config.upstream.model import MODEL, ROW_LENGTH
 from levanter.config.yaml_nodes import to_plain
-from levanter.io import atomic_write, exists, setup_logging
+from levanter.io import atomic_write, exists, printable, setup_logging
 from levanter.upstream.unsupported.entry_points import ABSENT
 
 CLASSES = {
@@ -137,9 +137,9 @@ def main(argv: Sequence[str]) -> int:
     with atomic_write(arguments.output) as file:
         file.write(migrated.annotated.encode())
     for change in migrated.changes:
-        print(change)
+        print(printable(str(change)))
     for note in migrated.notes:
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     print(f"{len(migrated.changes)} changes; new document: {arguments.output}")
     return 0
 

@@ -1,5 +1,6 @@
 """Old trainer keys: one case a key, whole documents as golden text, and the old generation's own formula as oracle."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -406,6 +407,8 @@ def exchanged_over_dcn(keys: dict[str, Any], *, slices: int) -> bool:
 
 def new_mesh(keys: dict[str, Any], *, slices: int, per_slice: int) -> ResolvedMesh:
     config = MeshConfig(**trainer(**keys)["mesh"])
+    # Without `tensor_parallel_axes` the old model axis shards nothing, which is refused unless a key allows it.
+    config = replace(config, allow_idle_axes=[*config.axes, *config.dcn_axes])
     return resolve(config, ModelAxes(sizes=AXES, known=tuple(AXES)), devices=slices * per_slice, granules=slices)
 
 

@@ -36,7 +36,8 @@ def test_alone_where_nothing_is_said():
     assert find_process_place(DistributedConfig(), {}) is None
     assert find_process_place(DistributedConfig(num_processes=1, process_id=0), ENVIRONMENT) is None
     assert find_process_place(DistributedConfig(initialize_jax_distributed=False), ENVIRONMENT, lambda: POD) is None
-    assert find_process_place(DistributedConfig(), {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "1"}) is None
+    alone = {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "1", "LEVANTER_PROCESS_ID": "0"}
+    assert find_process_place(DistributedConfig(), alone) is None
 
 
 def test_as_launchers_set_it():
@@ -95,13 +96,32 @@ def test_the_first_host_of_a_node_list(nodes, first):
     ("config", "environment", "message"),
     [
         ({}, {"LEVANTER_PROCESS_ID": "1"}, "LEVANTER_PROCESS_ID is set, but LEVANTER_COORDINATOR, LEVANTER_NUM_PROC"),
-        ({}, {**ENVIRONMENT, "LEVANTER_PROCESS_ID": "32"}, "process number 32 of 32 processes"),
+        ({}, {**ENVIRONMENT, "LEVANTER_PROCESS_ID": "32"}, "process number 32 of 32: numbers"),
+        ({}, {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "1", "LEVANTER_PROCESS_ID": "9"}, "process number 9 of 1: num"),
+        ({}, {**ENVIRONMENT, "LEVANTER_PROCESS_ID": "-1"}, "process number -1: numbers .* begin with 0"),
+        ({}, {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "0"}, "a run of 0 processes: .* from 1 to 1,048,576"),
+        ({}, {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "99999999999"}, "a run of 99,999,999,999 processes"),
+        ({}, {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "9" * 5000}, "expected a whole number, got '9{40}…'"),
+        ({}, {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "1_6"}, "LEVANTER_NUM_PROCESSES: expected a whole number"),
         ({}, {**ENVIRONMENT, "LEVANTER_NUM_PROCESSES": "many"}, "LEVANTER_NUM_PROCESSES: expected a whole number"),
         ({}, {**ENVIRONMENT, "LEVANTER_COORDINATOR": "10.0.0.2"}, "LEVANTER_COORDINATOR: must be host:port"),
         ({"coordinator_address": "h:1"}, {}, "trainer.distributed.num_processes, trainer.distributed.process_id is"),
         ({"num_processes": 4}, {}, "trainer.distributed.coordinator_address, trainer.distributed.process_id is"),
     ],
-    ids=["half", "number", "word", "address", "no count", "no address"],
+    ids=[
+        "half",
+        "number",
+        "9 of 1",
+        "negative",
+        "none",
+        "too many",
+        "long",
+        "underscore",
+        "word",
+        "address",
+        "no count",
+        "no address",
+    ],
 )
 def test_half_a_place_is_an_error(config, environment, message):
     with pytest.raises(PlaceError, match=message):

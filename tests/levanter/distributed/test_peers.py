@@ -115,9 +115,10 @@ def test_without_process_0_the_others_say_so():
         connect_peers(place, versions=VERSIONS, timeouts=Timeouts(roll=1.0))
 
 
-def test_a_taken_port_is_named():
+def test_a_taken_port_is_named(monkeypatch):
     with socket.create_server(("", 0)) as other:
         place = ProcessPlace(coordinator=f"localhost:{other.getsockname()[1]}", processes=2, process=0)
+        monkeypatch.setattr(rendezvous, "TAKEN_PORT_SECONDS", 0.2)
         with pytest.raises(RendezvousError, match=r"process 0 cannot listen on port \d+ of .*in use"):
             connect_peers(place, versions=VERSIONS, timeouts=Timeouts(roll=1.0))
 
@@ -127,9 +128,11 @@ def test_a_taken_port_is_named():
     [
         ({"versions": {1: {"jax": "2"}}}, "process 1 on .* has jax 2, process 0 has jax 1"),
         ({"numbers": [0, 1, 1]}, r"two processes have number 1: on .* \(pid \d+\) and on"),
+        # The second one cannot listen; the first one must not wait for the others meanwhile.
+        ({"numbers": [0, 0, 1]}, r"two processes have number 0: on .* \(pid \d+\) and on"),
         ({"counts": [3, 3, 4]}, "process 2 on .* expects 4 processes, process 0 expects 3"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=["versions", "two of number 1", "two of number 0", "counts"],
 )
 def test_processes_that_do_not_belong_together(what, message):
     port = free_port()

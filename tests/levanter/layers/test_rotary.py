@@ -139,8 +139,8 @@ def test_yaml_chooses_by_type():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DefaultRotaryConfig(theta=0), "rope.theta: must be positive, got 0"),
-        (lambda: LinearRotaryConfig(factor=0), "rope.factor: must be positive, got 0"),
+        (lambda: DefaultRotaryConfig(theta=0), "rope.theta: must be above 1, got 0"),
+        (lambda: LinearRotaryConfig(factor=0), "rope.factor: must be at least 1, got 0"),
         (
             lambda: DefaultRotaryConfig(partial_rotary_factor=1.5),
             "partial_rotary_factor: must be above 0 and at most 1",

@@ -177,7 +177,7 @@ def test_natural_order_says_what_it_costs():
 
 
 def test_nothing_to_exchange_is_said():
-    found = resolved("auto", compute={})
+    found = resolved("auto", compute={}, context=1)
     assert found.method is None
     assert any("attention_mapping and position_order have no effect" in note for note in found.notes)
 

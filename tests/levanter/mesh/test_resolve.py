@@ -4,7 +4,7 @@ import pytest
 from helpers.llama_shapes import model_axes, shape_leaves
 from jax.sharding import PartitionSpec as P
 
-from haliax_ext.errors import IndivisibleError, ManyShardingErrors, ShardingError, UnknownAxisError
+from haliax_ext.errors import IndivisibleError, ManyShardingErrors, MeshError, ShardingError, UnknownAxisError
 from haliax_ext.planner import plan_sharding
 from levanter.mesh import MeshConfig, ModelAxes, resolve
 
@@ -129,12 +129,83 @@ class TestMultiSlice:
         assert all(f.message.endswith("(host: it shards no parameter (data parallelism))") for f in plan.notes)
         assert len(plan.notes) == 9
 
-    def test_an_idle_mesh_axis_is_noted(self):
-        assert small(axes={"data": 4, "host": -1}).notes == (
-            "mesh axis host 2 shards no activation: the devices along it duplicate each other's work; to shard the "
-            "batch "
-            "over it: compute_mapping: {batch: [replica_dcn, replica, data, host]}",
-        )
+
+class TestIdleAxes:
+    """A mesh axis over which nothing is sharded: the devices along it would do the same work."""
+
+    @pytest.mark.parametrize(
+        ("config", "name", "rules"),
+        [
+            (
+                {"axes": {"context": 8}},
+                "context 8",
+                "compute_mapping: {position: context}, param_mapping: {embed: [data, context]}, attention_mapping: "
+                "auto (config/mesh/context.yaml)",
+            ),
+            (
+                {"axes": {"data": 4, "host": -1}},
+                "host 2",
+                "compute_mapping: {batch: [replica_dcn, replica, data, host]}, param_mapping: {embed: [data, host]}",
+            ),
+            (
+                {"axes": {"model": 2}, "shared_mapping": {"mlp": None, "heads": None}},
+                "model 2",
+                "shared_mapping: {mlp: model, heads: model, vocab: model}",
+            ),
+            # A rule for an axis that this model does not have shards nothing.
+            (
+                {"axes": {"expert": 4}, "shared_mapping": {"expert": "expert", "token": "expert"}},
+                "expert 4",
+                "compute_mapping: {batch: [replica_dcn, replica, data, expert]}, "
+                "param_mapping: {embed: [data, expert]}",
+            ),
+            (
+                {"granules": 2, "dcn_axes": {"pod": -1, "replica_dcn": 1}},
+                "pod 2",
+                "compute_mapping: {batch: [pod, replica_dcn, replica, data]}",
+            ),
+        ],
+    )
+    def test_refused_with_what_would_shard_it(self, config, name, rules):
+        with pytest.raises(MeshError) as caught:
+            small(**config)
+        axis = name.split()[0]
+        assert caught.value.problem.startswith(f"trainer.mesh: mesh axis {name} shards nothing: the ")
+        assert caught.value.suggestion == f"shard over it with {rules}, or allow it: allow_idle_axes: [{axis}]"
+
+    @pytest.mark.parametrize(
+        ("axes", "more"),
+        [
+            ({"context": 8}, {"compute_mapping": {"position": "context"}, "attention_mapping": "auto"}),
+            ({"data": 4, "host": -1}, {"compute_mapping": {"batch": ["replica_dcn", "replica", "data", "host"]}}),
+            ({"model": 2}, {"shared_mapping": {"mlp": "model", "heads": "model", "vocab": "model"}}),
+        ],
+    )
+    def test_what_is_suggested_shards_it(self, axes, more):
+        assert not [note for note in small(axes=axes, **more).notes if "shards" in note]
+
+    def test_every_idle_axis_is_listed(self):
+        with pytest.raises(ManyShardingErrors) as caught:
+            small(axes={"context": 2, "host": 2})
+        assert [error.problem.split()[3] for error in caught.value.errors] == ["context", "host"]
+
+    def test_an_axis_that_shards_parameters_only_is_noted(self):
+        (note,) = small(axes={"host": 2}, param_mapping={"embed": ["data", "host"]}).notes
+        assert note.startswith("mesh axis host 2 shards parameters, but no activation: the 2 devices along it compute ")
+        assert "param_mapping: {embed: [data, host]}" in note
+        (note,) = small(axes={"host": 2}, overrides={"**.embeddings": {"embed": "host"}}).notes
+        assert note.startswith("mesh axis host 2 shards parameters")
+
+    def test_allowed_by_name(self):
+        (note,) = small(axes={"context": 8}, allow_idle_axes=["context"]).notes
+        assert note.startswith("mesh axis context 8 shards nothing, as allow_idle_axes allows; to use it: compute_mapp")
+        # A size of 1 is no fault, so one document serves several meshes.
+        assert small(axes={"context": 1}, allow_idle_axes=["context"]).notes == ()
+
+    def test_a_name_that_the_mesh_does_not_have(self):
+        with pytest.raises(UnknownAxisError, match="allow_idle_axes: 'contxt' is not a mesh axis") as caught:
+            small(axes={"context": 8}, allow_idle_axes=["contxt"])
+        assert caught.value.suggestion == "did you mean context?"
 
 
 class TestHeads:

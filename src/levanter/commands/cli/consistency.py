@@ -72,5 +72,5 @@ def _flat_values(key: str, value: object) -> Iterator[tuple[str, str]]:
     # A string with a slash is a path, which may differ between hosts.
     elif not (isinstance(value, str) and "/" in value and len(value) < 1000):
         text = json.dumps(value, default=str, ensure_ascii=False)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
         yield key, text if len(text) <= _LONGEST_VALUE else f"{text[:20]}… ({len(text)} characters, {digest})"

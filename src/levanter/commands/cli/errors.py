@@ -24,7 +24,7 @@ from levanter.commands.cli.signals import Interrupts, interrupts_retained
 from levanter.config import HelpRequested, arguments_for, load_written
 from levanter.distributed.barrier import current_peers
 from levanter.io import OutputError, output_is_lost, prepare_streams, setup_logging
-from levanter.io.stdout import for_errors
+from levanter.io.stdout import for_errors, printable
 from levanter.io.write_errors import NO_SPACE, output_error
 
 C = TypeVar("C")
@@ -138,11 +138,16 @@ def _is_ours(module: str) -> bool:
 def _print_error(error: BaseException) -> None:
     if os.environ.get("LEVANTER_TRACEBACK"):
         traceback.print_exception(error)
-    print(f"error: {error}", file=for_errors())
+    print(f"error: {printable(str(error))}", file=for_errors())
 
 
 def _system_error(error: OSError) -> OutputError | None:
     """A library's disk error in the words of our own; None if the user cannot fix it."""
+    if error.errno == errno.ENOENT and not _has_working_folder():
+        return OutputError(
+            "the working folder of this process does not exist any more: it was removed or moved\n"
+            "  → start in another folder; with absolute paths (trainer.log_dir, outputs) a run does not need it"
+        )
     if error.errno not in (*NO_SPACE, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENOTDIR):
         return None
     name = error.filename2 or error.filename
@@ -154,3 +159,11 @@ def _system_error(error: OSError) -> OutputError | None:
         f"standard output, or a temporary file in {tempfile.gettempdir()}, cannot be written ({error.strerror})\n"
         "  → free some space there, or where standard output is redirected to"
     )
+
+
+def _has_working_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
+from levanter.io import printable
+
 LOG_EVERY = 5
 """In a log file, only every so many ticks are written."""
 
@@ -31,7 +33,7 @@ def heartbeat(stream: IO[str], *, every: float = 2.0) -> Iterator[Callable[[str]
     def start(what: str) -> None:
         nonlocal doing, since
         doing, since = what, time.monotonic()
-        write(f"[{since - began:5.1f} s] {what}\n")
+        write(f"[{since - began:5.1f} s] {printable(what)}\n")
 
     def tick() -> None:
         while not done.wait(every):

@@ -64,7 +64,8 @@ def write_or_show(path: str, text: str) -> None:
     """
     try:
         with atomic_write(path) as file:
-            file.write(text.encode())
+            # Names of files may have bytes that are not UTF-8; a backslash and the number is JSON's form of them.
+            file.write(text.encode(errors="backslashreplace"))
     except OutputError:
         print(text, flush=True)
         raise

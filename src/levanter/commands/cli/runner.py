@@ -24,6 +24,7 @@ from levanter.config import ExplicitKeys, load_written, plain
 from levanter.distributed.barrier import agreed
 from levanter.io import printing_may_fail, setup_logging
 from levanter.io.names import name_problem
+from levanter.io.stdout import printable
 from levanter.mesh import DeviceSet, local_devices, mesh_report, require_accelerator
 from levanter.plan.local_hbm_check import out_of_memory_error, require_hbm
 from levanter.runplan import OK, EntryPoint, RunPlan, Session, Target
@@ -132,7 +133,7 @@ def _run_without_devices(
         return RunResult(result=None, exit_code=OK)
     plan = entry.describe(config, Target(name="local", platform="cpu", kind="host", devices=1), written=written)
     for check in plan.checks:
-        print(f"{check.status:>9}  {check.name}: {check.message}")
+        print(printable(f"{check.status:>9}  {check.name}: {check.message}"))
     plan.check()
     session = Session(show=True)
     try_outputs(entry.outputs(plan, session), process=0)
@@ -143,8 +144,8 @@ def _run_without_devices(
 
 def _print_plan(plan: RunPlan[W], devices: DeviceSet) -> None:
     resident = plan.resident_bytes or {"parameters": plan.sharding.bytes_per_device}
-    print(mesh_report(plan.mesh, devices, mappings=plan.sharding.mappings, bytes_per_device=resident))
-    print(plan.report())
+    print(printable(mesh_report(plan.mesh, devices, mappings=plan.sharding.mappings, bytes_per_device=resident)))
+    print(printable(plan.report()))
 
 
 def run_id(trainer: TrainerConfig) -> str:

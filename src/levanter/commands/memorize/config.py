@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from levanter.base.bounded_json import lone_surrogate
 from levanter.commands.model.config import LoadedModelKeys, model_key_problems
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import NonNegativeFloat, PathText, PositiveFraction, PositiveInt, Ranged
@@ -146,6 +147,15 @@ class EvalCarelessLmConfig(LoadedModelKeys):
         if not self.books and self.txt_path is None:
             problems.append("no book: give txt_path, or several under books")
         # An unknown preset is one problem among others, not an exception at this point.
+        titles = {
+            "book_title": self.book_title,
+            **{f"books.{k}.book_title": b.book_title for k, b in self.books.items()},
+        }
+        problems += [
+            f"{key}: {title!r} is no text: it was not UTF-8"
+            for key, title in titles.items()
+            if title is not None and lone_surrogate(title) is not None
+        ]
         problems += _collected(lambda: convention(self.preset))
         problems += scheme_problems([name for name in (self.scheme, *self.schemes) if name is not None])
         for title in [title for title in self.books if not title.strip()]:

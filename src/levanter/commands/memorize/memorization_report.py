@@ -18,7 +18,7 @@ from typing import get_args
 from levanter.commands.cli.errors import shell
 from levanter.commands.cli.outputs import write_or_keep, write_or_show
 from levanter.html.format import exact_percent, integer_text, probability_text
-from levanter.io import Output, exists, join, probe, setup_logging
+from levanter.io import Output, exists, join, printable, probe, setup_logging
 from levanter.io.paths import base_name, filesystem
 from levanter.memorization.calibration import Calibration, calibrate
 from levanter.memorization.compare import cautions, labels, model_name
@@ -95,9 +95,9 @@ def main(config: ReportRequest) -> int:
     page = report_html(runs, with_text=config.with_text, passages=config.passages, names=names)
     # The table of the terminal comes first, so that it is seen even if a file cannot be written.
     for name, run in zip(names, runs, strict=True):
-        print(_line(name, run))
+        print(printable(_line(name, run)))
     for caution in cautions(runs):
-        print(f"note: {caution}")
+        print(printable(f"note: {caution}"))
     print(f"report in {config.output}", flush=True)
     if config.json is not None:
         numbers = {name: run.summary() for name, run in zip(names, runs, strict=True)}

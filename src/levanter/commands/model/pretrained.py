@@ -34,6 +34,7 @@ from levanter.commands.model.quantization import (
 )
 from levanter.commands.model.sharding import (
     load_weights,
+    pattern_checks,
     plan_activation_sharding,
     plan_weight_loading,
     resolve_mesh,
@@ -324,8 +325,9 @@ def describe_pretrained(
     checks += compiler.checks
     Vocab = vocabulary_axis(vocab, resolved)  # rounded up to shards; `config.vocab_size` stays the true size
     module = cast(abstract(lambda: config.build(Vocab, key=jax.random.PRNGKey(0))), precision.compute)
-    rules = origin.weight_rules(config, Vocab, leaves(module))
-    base = None if origin.adapters is None else BaseLeaves(rules=rules, leaves=tuple(leaves(module)))
+    parameters = tuple(leaves(module))
+    rules = origin.weight_rules(config, Vocab, parameters)
+    base = None if origin.adapters is None else BaseLeaves(rules=rules, leaves=parameters)
     # Quantized before adapters are bound: an adapter wraps the int8 matrix.
     int8, quantizing = _quantized(choice, origin, module, rules)
     if int8 is not None:
@@ -371,7 +373,7 @@ def describe_pretrained(
         adapter=adapter,
         base=base,
         compiler_options=compiler.working[work],
-        checks=tuple(checks),
+        checks=(*checks, *pattern_checks(trainer.mesh, resolved.spec, (*parameters, *leaves(module)))),
         notes=resolved.notes,
     )
 

@@ -6,7 +6,7 @@ training run also holds optimizer state.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import haliax as hax
@@ -14,12 +14,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from haliax_ext.abstract import Leaf
 from haliax_ext.abstract_source import ExpectedSource
 from haliax_ext.activations import plan_activations
+from haliax_ext.errors import ShardingError
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.load_progress import LoadProgress
 from haliax_ext.load_strategy import plan_loading
 from haliax_ext.loading import LoadedArrays, load
+from haliax_ext.mapping import path_matches
+from haliax_ext.meshspec import MeshSpec
 from haliax_ext.nonfinite import NotFinite
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.rules import WeightMismatchError, WeightRules
@@ -33,6 +37,7 @@ from levanter.mesh import MeshConfig, ResolvedMesh, resolve
 from levanter.models.activations import transformer_activations
 from levanter.models.axes import model_axes
 from levanter.models.lm_head.plan import planned_chunk
+from levanter.models.param_groups import hint
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
 from levanter.plan.context_parallel_cost import context_parallel_cost
@@ -77,6 +82,31 @@ def resolve_mesh(
         # Time estimates, from which `auto` chooses how attention is parallelized over positions.
         prices=context_parallel_cost(model, target, positions=positions, itemsize=itemsize, backward=backward),
     )
+
+
+def pattern_checks(mesh: MeshConfig, spec: MeshSpec, parameters: Iterable[Leaf]) -> list[Check]:
+    """Refuses patterns of `overrides` and `allow_replicated` that match nothing: they are misspelt.
+
+    Args:
+        mesh: the user's mesh configuration.
+        spec: the mesh, whose axes `allow_replicated` may name too.
+        parameters: all parameters of the run.
+    """
+    known = tuple(parameters)
+
+    def unmatched(patterns: Iterable[str]) -> list[str]:
+        return [pattern for pattern in patterns if not any(path_matches(pattern, leaf.path) for leaf in known)]
+
+    problems = [
+        f"trainer.mesh.overrides[{pattern!r}] matches no parameter; {hint(pattern, known, ())}"
+        for pattern in unmatched(mesh.overrides)
+    ]
+    problems += [
+        f"trainer.mesh.allow_replicated: {pattern!r} matches no parameter and is no mesh axis; "
+        f"{hint(pattern, known, spec.names)}"
+        for pattern in unmatched(entry for entry in mesh.allow_replicated if entry not in spec.names)
+    ]
+    return [Check(name="mesh", status="error", message=text, error=ShardingError(text)) for text in problems]
 
 
 def vocabulary_axis(vocab: int, resolved: ResolvedMesh) -> hax.Axis:

@@ -8,6 +8,7 @@ from the export of the previous one; factors count from the original context.
 import math
 from dataclasses import dataclass, replace
 
+from levanter.commands.model.scoring_common import context_length_checks
 from levanter.commands.model.source import ModelBlock, ModelSource, UnknownArchitectureError, resolve_source
 from levanter.commands.train.config import TrainLmConfig
 from levanter.config import ExplicitKeys
@@ -140,6 +141,22 @@ def context_checks(origin: ModelSource, config: TrainLmConfig) -> list[Check]:
         f"{_factor(length, original):g}}} does"
     )
     return [Check(name="context", status="note", message=message)]
+
+
+def length_checks(model: LmConfig, config: TrainLmConfig, origin: ModelSource | None) -> list[Check]:
+    """A note if rows are longer than the context that the model's configuration states, and exports will state."""
+    length = config.positions
+    # A note about a checkpoint's context says more.
+    if length <= model.max_seq_len or (origin is not None and context_checks(origin, config)):
+        return []
+    subject = f"train_seq_len: rows of {length:,} tokens"
+    if model.learned_positions:
+        return context_length_checks(model, subject, name="rows", advice="train_seq_len:")
+    message = (
+        f"{subject} exceed model.max_seq_len, {model.max_seq_len:,}, which config.json will state as the context of "
+        f"this model; to state theirs: model.max_seq_len: {length}"
+    )
+    return [Check(name="rows", status="note", message=message)]
 
 
 def _factor(length: int, original: int) -> float:

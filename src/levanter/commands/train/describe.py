@@ -13,7 +13,7 @@ from haliax_ext.abstract import abstract, cast, leaves
 from haliax_ext.program import Program
 from haliax_ext.replica_slices import replica_slices_program
 from haliax_ext.saving import saving_programs
-from levanter.commands.model.sharding import plan_weight_loading, vocabulary_axis
+from levanter.commands.model.sharding import pattern_checks, plan_weight_loading, vocabulary_axis
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.train.adapters import frozen_base, open_initial_adapters, plan_peft_export, resolve_adapters
 from levanter.commands.train.checks import group_checks, profiler_checks, run_dir_checks
@@ -87,6 +87,8 @@ def describe_training(task: TrainingTask, target: Target, *, written: ExplicitKe
     checks += run.models.checks
     state_plan = run.state_plan
     part = frozen_part(config.trainer, state_plan, begun_from=config.pretrained or config.begun_from_checkpoint)
+    parameters = [planned.leaf for planned in state_plan.parameters.leaves]
+    checks += pattern_checks(config.trainer.mesh, resolved.spec, parameters)
     checks += [*partition_notes(state_plan), *head_notes(state_plan), *group_checks(config.optimizer, run.state.model)]
     checks += profiler_checks(config.trainer.profiler, target)
     # The largest microbatch needs the most memory for the head and the activations.

@@ -15,7 +15,7 @@ from levanter.commands.model.source import ModelBlock, ModelSource, find_tokeniz
 from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.commands.train.checks import attempted, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.context_extension import context_checks, resolve_context_stage
+from levanter.commands.train.context_extension import context_checks, length_checks, resolve_context_stage
 from levanter.commands.train.task import TrainingTask
 from levanter.commands.train.trained_run import ResolvedTraining
 from levanter.config import ExplicitKeys
@@ -41,6 +41,7 @@ def resolve_training_config(task: TrainingTask, target: Target, written: Explici
     # The kernels are chosen once the mesh is known, but their lines belong here in the report.
     kernels_at = len(checks)
     checks += body_checks(architecture)
+    checks += length_checks(architecture, config, origin)
     checks.append(Check(name="precision", status="ok", message=str(precision)))
     vocab, tokenizer, vocab_checks = _vocabulary(config, architecture)
     rows = task.find_rows(tokenizer, vocab_size=vocab)

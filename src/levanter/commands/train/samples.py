@@ -249,7 +249,8 @@ class SamplesBetweenSteps:
         path = self._path(taken)
         try:
             with atomic_write(path) as file:
-                file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode())
+                lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+                file.write(lines.encode(errors="backslashreplace"))
         except OutputError as error:
             # The trackers have them, and the run has more to do than to write them twice.
             logger.error("step %d: samples cannot be written in %s: %s", taken, path, error)

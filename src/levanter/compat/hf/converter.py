@@ -354,6 +354,8 @@ def _mappings(config: LmConfig, Vocab: hax.Axis, mapping: Mapping[str, Any], spe
         # The config's default mappings for mlp and heads are off: only the caller's mapping counts.
         shared_mapping={"mlp": None, "heads": None},
         param_mapping=rules,
+        # Only parameters are placed here; what activations do with a mesh axis is not known.
+        allow_idle_axes=list(spec.names),
     )
     # `resolve` counts DCN axes in granules (slices or hosts), the others in devices of one slice.
     granules = spec.ways(tuple(name for name in _DCN if name in spec.shape))

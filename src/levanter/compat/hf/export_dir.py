@@ -254,4 +254,4 @@ class RemoteExportDir:
 
 def exists_error(name: str) -> ExportPathError:
     """The error for an export directory that already exists."""
-    return ExportPathError(name, "it exists already", suggestion="choose another folder, or allow it to be replaced")
+    return ExportPathError(name, "it exists already", suggestion="choose another folder, or set overwrite: true")

@@ -20,7 +20,7 @@ from levanter.compat.hf.hub import open_hub
 from levanter.compat.hf.refs import RepoRef
 from levanter.compat.hf.repository import LocalFolder, RemoteFolder, Repository, require_file
 from levanter.io.atomic import atomic_write
-from levanter.io.paths import cache_folder
+from levanter.io.paths import cache_folder, special_kind
 
 DOWNLOAD_SECONDS = 900
 
@@ -182,6 +182,8 @@ def _local(path: Path) -> tuple[LocalFolder, str | None]:
         if path.suffix.lower() not in _FILES:
             raise CheckpointError(path, f"a checkpoint is a folder or a {', '.join(_FILES[:2])} file")
         return LocalFolder(path.parent), path.name
+    if (kind := special_kind(str(path))) is not None:
+        raise CheckpointError(path, f"it is a {kind}, and a checkpoint is a folder or a {', '.join(_FILES[:2])} file")
     # A missing parent folder means a mount or a wrong path; a missing name in it may be a misspelling.
     if not path.parent.is_dir():
         raise MissingCheckpointFileError(path, f"there is no such file or folder, and no folder {path.parent} either")

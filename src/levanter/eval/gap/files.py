@@ -44,7 +44,7 @@ def gap_files(folder: str, summary: Mapping[str, Any], page: str) -> dict[str, b
         PAGE: page,
         SUMMARY: json.dumps(summary, indent=2, sort_keys=True, ensure_ascii=False),
     }
-    return {join(folder, name): content.encode() for name, content in contents.items()}
+    return {join(folder, name): content.encode(errors="backslashreplace") for name, content in contents.items()}
 
 
 def worst_documents(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -155,7 +155,9 @@ def score_files(
     """Path → content of a model's files, in the order in which they are written: the summary comes last."""
     return {
         join(folder, SCORED_DOCUMENTS): _parquet(texts, ids),
-        join(folder, SUMMARY): json.dumps(summary, indent=2, sort_keys=True, ensure_ascii=False).encode(),
+        join(folder, SUMMARY): json.dumps(summary, indent=2, sort_keys=True, ensure_ascii=False).encode(
+            errors="backslashreplace"
+        ),
     }
 
 

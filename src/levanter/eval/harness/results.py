@@ -46,9 +46,11 @@ def result_files(
     contents = {}
     for task, lines in samples.items():
         written = (json.dumps(_line(line), default=_plain, ensure_ascii=False) for line in lines)
-        contents[join(folder, samples_name(task, date))] = "".join(f"{line}\n" for line in written).encode()
+        contents[join(folder, samples_name(task, date))] = "".join(f"{line}\n" for line in written).encode(
+            errors="backslashreplace"
+        )
     content = json.dumps(results, indent=2, default=_plain, ensure_ascii=False)
-    return {**contents, join(folder, results_name(date)): content.encode()}
+    return {**contents, join(folder, results_name(date)): content.encode(errors="backslashreplace")}
 
 
 def _line(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import draccus
 
-from levanter.config.validators import Fraction, PathText, PositiveFloat, PositiveInt, Ranged
+from levanter.config.validators import Fraction, PathText, PositiveInt, Ranged, Scale
 
 IN, OUT = "in", "out"
 """The sides of a projection, for targets that are selected by axes."""
@@ -77,11 +77,11 @@ class LoraConfig(AdapterConfig):
     exclude_modules: list[str] | str | dict[str, Any] | None = None
     modules_to_save: list[str] | None = None
     r: PositiveInt = 8
-    alpha: PositiveFloat = 8.0
+    alpha: Scale = 8.0
     dropout: Fraction = 0.0
     use_rslora: bool = False
     rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
-    alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
+    alpha_pattern: dict[str, Scale] = field(default_factory=dict)
     zero_init_b: bool = False
     a_init_mode: Literal["zero", "random", "peft"] = "zero"
     placement: Literal["as_base", "whole"] = "as_base"

@@ -12,6 +12,7 @@ from typing import Any
 from levanter.hardware import Accelerator, parse_accelerator
 from levanter.html.format import seconds_text
 from levanter.mesh import MeshConfig
+from levanter.mesh.config import DEFAULT_AXES
 from levanter.plan.aot import CompileRequest, compile_ahead
 from levanter.plan.compile_cache import CompileCache
 from levanter.plan.compile_pool import scratch_folder
@@ -43,13 +44,16 @@ def with_layout(config: Any, candidate: Candidate, keys: Mapping[str, Any]) -> A
     """The configuration with the layout of a candidate, and the keys from `layout_keys`."""
     mesh: MeshConfig = config.trainer.mesh
     options = candidate.mesh_options(mesh.overrides)
-    # The mappings are the candidate's alone; only properties of the pod and of checks carry over from the run.
+    removed = mesh.axes.keys() - options["axes"].keys() - DEFAULT_AXES.keys()
+    # The mappings are the candidate's alone, so that no mesh axis of it is idle; only properties of the pod and of
+    # checks carry over from the run.
     laid_out = MeshConfig(
         batch_axis_name=mesh.batch_axis_name,
         dcn_axes=mesh.dcn_axes,
         granule=mesh.granule,
         allow_dcn=mesh.allow_dcn,
-        allow_replicated=mesh.allow_replicated,
+        # Mesh axes of the run that a layout does not have are named by nothing any more.
+        allow_replicated=[entry for entry in mesh.allow_replicated if entry not in removed],
         hbm_gib=mesh.hbm_gib,
         **options,
     )

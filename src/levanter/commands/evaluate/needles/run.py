@@ -227,10 +227,12 @@ def finish(plan: RunPlan[NeedleWork], done: NeedlesResult, session: Session) -> 
         written = {"identity": dict(done.identity), "facts": _facts(plan, done), **summary}
         paths = write_all(
             {
-                join(folder, SAMPLES): lines.encode(),
+                join(folder, SAMPLES): lines.encode(errors="backslashreplace"),
                 join(folder, PAGE): needle_page(summary, done.answered, title=title, facts=_facts(plan, done)).encode(),
                 # Last: a folder with the results file counts as finished.
-                join(folder, RESULTS): json.dumps(written, indent=2, ensure_ascii=False).encode(),
+                join(folder, RESULTS): json.dumps(written, indent=2, ensure_ascii=False).encode(
+                    errors="backslashreplace"
+                ),
             }
         )
         # The partial answers are in the results now.

@@ -138,10 +138,10 @@ def read_peft_config(document: Mapping[str, Any], *, where: str) -> PeftConfig:
     config = PeftConfig(
         # The defaults are peft's own for missing keys.
         r=fields.read("r", 8, _is_rank, "a positive integer"),
-        alpha=fields.read("lora_alpha", 8, _is_alpha, "a finite number other than 0"),
+        alpha=fields.read("lora_alpha", 8, _is_alpha, "above 0 and at most 1e6"),
         use_rslora=fields.read("use_rslora", False, lambda x: isinstance(x, bool), "true or false"),
         rank_pattern=fields.read_patterns("rank_pattern", _is_rank, "positive integers"),
-        alpha_pattern=fields.read_patterns("alpha_pattern", _is_alpha, "finite numbers other than 0"),
+        alpha_pattern=fields.read_patterns("alpha_pattern", _is_alpha, "numbers above 0 and at most 1e6"),
         targets=_targets("target_modules", document.get("target_modules"), problems),
         base=document.get("base_model_name_or_path") or None,
         saved=_names("modules_to_save", document.get("modules_to_save"), problems),
@@ -181,6 +181,10 @@ class _FieldReader:
         return dict(patterns)
 
 
+LARGEST_ALPHA = 1e6
+"""The range of `adapter.alpha`, which a run that goes on training such an adapter has."""
+
+
 def _is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -188,7 +192,8 @@ def _is_rank(value: object) -> bool:
 def _is_alpha(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and value != 0
+    # NaN fails both comparisons. A negative one would subtract what was trained.
+    return 0 < value <= LARGEST_ALPHA
 
 
 def _targets(key: str, value: object, problems: list[str]) -> tuple[str, ...] | str:
