@@ -104,6 +104,7 @@ class LayoutSubject:
         hbm_bytes: memory of a chip.
         compiled_temporaries: bytes that the compiler allocates in addition to the inputs; None if not compiled.
         recompute_named: whether a change may recompute blocks of which the run saves activations by name.
+        over_dcn: whether a change may shard parameters between slices.
     """
 
     plan: RunPlan
@@ -111,6 +112,7 @@ class LayoutSubject:
     hbm_bytes: int
     compiled_temporaries: int | None = None
     recompute_named: bool = False
+    over_dcn: bool = False
 
     @property
     def now(self) -> Layout:

@@ -76,11 +76,15 @@ class Suggestion:
 def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
     """The layout that a run would accept and that fits, by the fewest changes; None where none is known.
 
-    What a run saves by name was chosen: that it is recomputed is suggested only where nothing else fits.
+    What a run saves by name was chosen: that it is recomputed is suggested only where nothing else fits, and that
+    parameters are sharded between slices only where that does not help either.
     """
-    return _suggested(subject) or (
-        _suggested(replace(subject, recompute_named=True)) if saves_by_name(subject) else None
-    )
+    tries = [subject]
+    if saves_by_name(subject):
+        tries.append(replace(subject, recompute_named=True))
+    if any(subject.plan.mesh.shape[axis] > 1 for axis in subject.plan.mesh.dcn):
+        tries.append(replace(tries[-1], over_dcn=True))
+    return next(filter(None, map(_suggested, tries)), None)
 
 
 def _suggested(subject: LayoutSubject) -> Suggestion | None:
@@ -162,8 +166,8 @@ def _cut_parameters(subject: LayoutSubject, layout: Layout, figures: LayoutMemor
     tensor = tensor_axes(subject)
     worst = sorted((p for p in figures.residents if p.replicated_over), key=repeated, reverse=True)
     for plan in worst[:BEAM]:
-        # Sharding a parameter over DCN would gather it over the slowest network in every step.
-        free = tuple(axis for axis in plan.replicated_over if axis not in mesh.dcn)
+        # Sharding a parameter over DCN gathers it over the slowest network in every step: only if nothing else fits.
+        free = tuple(axis for axis in plan.replicated_over if subject.over_dcn or axis not in mesh.dcn)
         # All free mesh axes at once, then single ones: sizes may divide by one and not by the product.
         subsets = [free, *((axis,) for axis in free)] if len(free) > 1 else [free] if free else []
         for over in subsets:
@@ -205,6 +209,8 @@ def _rules(
     sizes = dict(plan.leaf.axes)
     if name != HEADS:
         axes = (*(a for a in cuts[name] if mesh.shape[a] > 1), *over)
+        # Slices first: then each holds a range of what is sharded.
+        axes = tuple(sorted(axes, key=lambda axis: axis not in mesh.dcn))
         return {name: axes} if sizes[name] % mesh.ways(axes) == 0 else None
     # Heads that are sharded already would need a redistribution of both axes; such layouts are not tried.
     if any(cuts.get(axis) for axis in (KV_HEAD, Q_PER_GROUP)) or KV_HEAD not in sizes:

@@ -12,6 +12,7 @@ from levanter.plan.gpu_memory import gpu_memory_note
 from levanter.plan.hbm_budget import hbm_budget
 from levanter.plan.hbm_lower_bound import program_lower_bound
 from levanter.plan.oom_report import advise_on_slots, explain_oom
+from levanter.plan.search.candidates import candidates
 from levanter.plan.target_from_name import pod_target
 from levanter.runplan import RunPlan
 
@@ -36,7 +37,7 @@ def pasted(line: str) -> tuple[str, ...]:
     (fragment,) = re.findall(r"fit: (.*?)  #", line)
     tree = yaml.safe_load(f"{{{fragment}}}")
     return tuple(
-        f"--{part}.{key}={yaml.safe_dump(value).split(chr(10))[0]}"
+        f"--{part}.{key}={yaml.safe_dump(value, default_flow_style=True, width=1000).splitlines()[0]}"
         for part, inner in tree.items()
         for key, value in inner.items()
     )
@@ -81,9 +82,30 @@ def test_a_server_on_a_24_gb_card(tmp_path):
     (advice,) = advise_on_slots(plan, parse_accelerator("l4x1"))
     # 15 GiB of weights and a GiB of cache a row: nothing but another card, or fewer bytes.
     assert advice.startswith("1 rows of 8,192 positions fit, 8 asked") and "l4x2 with model 2" in advice
+    assert any("model.scan_layers" in check.message for check in plan.checks)
     both = described("serve", str(path), "l4x2", "--trainer.mesh.axes={data: 1, model: 2}")
     budget = hbm_budget(both)
     assert max(budget.arguments.values()) <= (budget.hbm_bytes or 0)
+
+
+def test_parameters_are_sharded_over_hosts_where_a_host_is_too_small():
+    """96 GiB of state on each of eight GPUs of a host; an eighth of that with all eight hosts."""
+    run = ("train_lm", str(CONFIGS / "train/llama2_70b_v4-256.yaml"), "h100x64", "--trainer.train_batch_size=64")
+    plan = described(*run)
+    budget = hbm_budget(plan)
+    (*_, line) = explain_oom(None, plan, budget, program="train_step")
+    assert "param_mapping: {embed: [replica_dcn, data]}" in line
+    wider = hbm_budget(described(*run, *pasted(line)))
+    assert wider.arguments["train_step"] < 0.14 * budget.arguments["train_step"]
+    assert wider.arguments["train_step"] <= (wider.hbm_bytes or 0)
+    # A slice of a TPU pod is large enough: what crosses slices there is not suggested, nor searched.
+    sizes = {"embed": 8192, "vocab": 32000, "mlp": 28672, "kv_head": 8, "q_heads_per_group": 8}
+    tensor = (("mlp",), ("kv_head", "q_heads_per_group"))
+    for across in (False, True):
+        listed = candidates(sizes, tensor_axes=tensor, devices=8, global_batch=64, slices=8, across=across)
+        assert {c.kind == "across" for c in listed} == ({False, True} if across else {False})
+        options = [c.mesh_options()["param_mapping"]["embed"] for c in listed if c.across]
+        assert all(option == ["replica_dcn", "data"] for option in options)
 
 
 def test_the_share_of_the_allocator_that_would_be_enough():

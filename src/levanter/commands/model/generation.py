@@ -203,6 +203,7 @@ def _checks(
     """The checks of the engine; `why` explains the number of rows."""
     checks = [*_length_checks(inference, cache.max_seq_len, model.config)]
     checks += [*_tile_notes(inference, cache, target), *_slow_cache_notes(inference, cache, target)]
+    checks += _stack_notes(model.config, target)
     checks.append(Check(name="kernels", status="ok", message="attention to the cache: the plain formula"))
     checks.append(Check(name="cache", status="ok", message=str(cache)))
     checks += [Check(name="rows", status="note", message=why)] if why else []
@@ -283,6 +284,18 @@ def _tile_notes(inference: InferenceConfig, cache: CachePlan, target: Target) ->
         f"{-(-cache.page_size // TILE) * TILE:,} is the next multiple"
     )
     return [Check(name="cache", status="note", message=message)]
+
+
+def _stack_notes(model: LmConfig, target: Target) -> list[Check]:
+    """A note on the cost of stacked layers on GPUs."""
+    if target.platform != "gpu" or not getattr(model, "scan_layers", False):
+        return []
+    message = (
+        "model.scan_layers: XLA for GPUs copies the weights of each layer out of the stack before it multiplies by "
+        "them: with false a decode step of 4 layers of Llama 3.1 8B on an H100 takes 3.15 ms and not 4.45 (modelled), "
+        "and each layer is compiled by itself"
+    )
+    return [Check(name="layers", status="note", message=message)]
 
 
 def _slow_cache_notes(inference: InferenceConfig, cache: CachePlan, target: Target) -> list[Check]:

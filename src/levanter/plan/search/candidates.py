@@ -23,6 +23,8 @@ Overrides = Mapping[str, Mapping[str, str | list[str] | None]]
 """Rules for some parameters, as under `trainer.mesh.overrides`."""
 NO_OVERRIDES: Overrides = MappingProxyType({})
 MLP, EXPERT = "mlp", "expert"
+SLICES = "replica_dcn"
+"""The mesh axis whose size is the number of slices."""
 SCORING_ROWS = (1, 2, 4, 8, 16, 32, 64)
 LONG = 32_768
 """Positions of a sequence from which they are worth sharding; shorter sequences shard rows instead."""
@@ -49,6 +51,7 @@ class Candidate:
         slices: slices that share the batch.
         cut: the axes that `model × group` shard in the layers, by their names in mappings.
         context: size of mesh axis `context`, which shards positions; 1 for no such axis.
+        across: whether parameters are sharded over the slices too, beside `data`.
     """
 
     data: int
@@ -63,6 +66,7 @@ class Candidate:
     replica: int = 1
     cut: tuple[str, ...] = ("mlp", "heads")
     context: int = 1
+    across: bool = False
 
     @property
     def batch_ways(self) -> int:
@@ -89,12 +93,13 @@ class Candidate:
         options: dict[str, Any] = {
             "axes": axes,
             "shared_mapping": {**dict.fromkeys(self.cut, tensor), **whole, "vocab": tensor if self.vocab else None},
-            "param_mapping": {"embed": "data" if self.fsdp else None},
+            "param_mapping": {"embed": [SLICES, "data"] if self.across else "data" if self.fsdp else None},
         }
         if self.context > 1:
             # Devices along `context` process other positions of the same rows with
             # the same weights, so they can shard them.
-            options["param_mapping"] = {"embed": ["data", "context"] if self.fsdp else None}
+            over = [SLICES, "data", "context"] if self.across else ["data", "context"]
+            options["param_mapping"] = {"embed": over if self.fsdp else None}
             options |= {"compute_mapping": {"position": "context"}, "attention_mapping": "auto"}
         if self.residual != "whole":
             options["residual_mapping"] = {self.residual: tensor}
@@ -116,10 +121,12 @@ class Candidate:
         return {pattern: rule for pattern, rule in by_pattern.items() if rule}
 
     @property
-    def kind(self) -> Literal["cut", "replica", "whole"]:
-        """Whether parameters are sharded over all mesh axes of the batch, over some of them, or over none."""
+    def kind(self) -> Literal["across", "cut", "replica", "whole"]:
+        """Whether parameters are sharded over all devices of the batch, over those of a slice, over some, or none."""
         if not self.fsdp:
             return "whole"
+        if self.across:
+            return "across"
         return "cut" if self.replica == 1 else "replica"
 
     @property
@@ -135,7 +142,7 @@ class Candidate:
         return " × ".join(f"{name} {size}" for name, size in named.items() if size > 1 or name in ("data", "model"))
 
     def __str__(self) -> str:
-        stored = "data × context" if self.context > 1 else "data"
+        stored = (f"{SLICES} × " if self.across else "") + ("data × context" if self.context > 1 else "data")
         words = [self.sizes, f"embed → {stored}" if self.fsdp else f"parameters replicated over {stored}"]
         if self.context > 1:
             words.append("position → context")
@@ -156,6 +163,7 @@ def candidates(
     devices: int,
     global_batch: int | None,
     slices: int = 1,
+    across: bool = False,
 ) -> list[Candidate]:
     """Every candidate whose sizes divide, in a fixed order.
 
@@ -165,6 +173,7 @@ def candidates(
         devices: of one slice.
         global_batch: rows of a training step, over all slices; None for scoring, which allows any batch.
         slices: slices that share the batch.
+        across: whether parameters may be sharded over slices, as on GPUs, whose slices are small.
     """
     listed: list[Candidate] = []
     for axes in _cuts(sizes, tensor_axes):
@@ -183,7 +192,7 @@ def candidates(
             for residual in _residuals(sizes, ways, training=global_batch is not None):
                 for context in contexts:
                     rest = replace(base, residual=residual, data=base.data // context, context=context)
-                    for laid_out in _placed(rest, sizes["embed"]):
+                    for laid_out in _placed(rest, sizes["embed"], across=across and slices > 1):
                         listed += _with_batch(laid_out, global_batch)
     return listed
 
@@ -208,9 +217,11 @@ def _cuts(sizes: Mapping[str, int], tensor_axes: Sequence[tuple[str, ...]]) -> I
         yield [(EXPERT,) if axes == (MLP,) else axes for axes in tensor_axes]
 
 
-def _placed(base: Candidate, embed: int) -> Iterator[Candidate]:
+def _placed(base: Candidate, embed: int, *, across: bool) -> Iterator[Candidate]:
     """The shardings of parameters besides tensor parallelism: none, over all batch axes, over a part of them."""
     yield replace(base, fsdp=False)
+    if across and embed % (base.slices * base.data * base.context) == 0:
+        yield replace(base, across=True)
     for data in reversed(divisors(base.data)):
         if data * base.context > 1 and embed % (data * base.context) == 0:
             yield replace(base, data=data, replica=base.data // data)

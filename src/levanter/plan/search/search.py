@@ -15,7 +15,7 @@ import yaml
 
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
-from levanter.plan.search.candidates import Candidate, Overrides, candidates
+from levanter.plan.search.candidates import SLICES, Candidate, Overrides, candidates
 from levanter.plan.search.estimate import Estimate, SearchSubject, estimate
 from levanter.plan.verdict import ProgramVerdict
 
@@ -134,6 +134,7 @@ def search(
         devices=pod.devices // pod.slices,
         global_batch=subject.global_batch,
         slices=pod.slices,
+        across=pod.generation.gpu is not None,
     )
     priced = [Tried(candidate=c, estimate=estimate(c, subject, pod)) for c in listed]
     fitting = sorted((t for t in priced if t.estimate.fits(pod.hbm_bytes)), key=_rank)
@@ -232,10 +233,10 @@ def _stored_alike(fastest: Tried, fitting: Sequence[Tried], tried: Set[Candidate
 
     def elsewhere(candidate: Candidate) -> Candidate:
         # Everything but the sharding of parameters and the rows: equal for layouts that differ in nothing else.
-        return replace(candidate, replica=1, data=candidate.replica * candidate.data, fsdp=True, rows=1)
+        return replace(candidate, replica=1, data=candidate.replica * candidate.data, fsdp=True, rows=1, across=False)
 
     def devices(candidate: Candidate) -> int:
-        return candidate.data if candidate.fsdp else 1
+        return candidate.data * (candidate.slices if candidate.across else 1) if candidate.fsdp else 1
 
     at, price = fastest.candidate, fastest.estimate.seconds_per_token
     by_devices: dict[int, list[Tried]] = {}
@@ -290,10 +291,11 @@ def _neighbours(winner: Tried, priced: Sequence[Tried], compiled: Sequence[Tried
         neighbours += _without_context(winner, by_candidate.values(), pod)
     rest = at.replica * at.data
     changes: dict[str, dict[str, Any]] = {
-        "parameters replicated over data": {"fsdp": False, "replica": 1, "data": rest},
-        "embed → data": {"fsdp": True, "replica": 1, "data": rest},
+        "parameters replicated over data": {"fsdp": False, "replica": 1, "data": rest, "across": False},
+        "embed → data": {"fsdp": True, "replica": 1, "data": rest, "across": False},
+        f"embed → {SLICES} × data": {"fsdp": True, "replica": 1, "data": rest, "across": True},
         **{
-            f"replica {n} × data {rest // n}": {"fsdp": True, "replica": n, "data": rest // n}
+            f"replica {n} × data {rest // n}": {"fsdp": True, "replica": n, "data": rest // n, "across": False}
             for n in (at.replica * 2, at.replica // 2)
             if n > 1
         },
