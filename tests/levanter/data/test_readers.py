@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 
 import fsspec
 import pyarrow as pa
@@ -57,6 +58,32 @@ def contents():
 def test_records_in_every_wrapping(tmp_path, name):
     (tmp_path / name).write_bytes(contents()[name])
     assert texts_of(tmp_path / name) == TEXTS
+
+
+def drawn_file(dice: random.Random) -> tuple[str, bytes, list[str]]:
+    """A name, and a content whose compression, layout and texts the name does not decide."""
+    texts = [dice.choice(TEXTS) + dice.choice(["", "x" * dice.randrange(4_000)]) for _ in range(dice.randrange(1, 9))]
+    layout = dice.choice(["lines", "lines", "list", "strings", "blank lines"])
+    content = json_lines(texts).encode()
+    if layout == "blank lines":
+        content = content.replace(b"\n", b"\n \r\n")
+    elif layout != "lines":
+        content = json.dumps(texts if layout == "strings" else [{"text": text} for text in texts]).encode()
+    mark = b"\xef\xbb\xbf" if dice.random() < 0.2 else b""
+    compress = dice.choice([None, gzip.compress, zstandard.compress])
+    cut = dice.randrange(len(content)) if dice.random() < 0.4 else len(content)
+    parts = [part for part in (mark + content[:cut], content[cut:]) if part]
+    packed = b"".join(parts) if compress is None else b"".join(map(compress, parts))
+    # A list of strings has no keys, which only a file of one value may lack.
+    stem = "x.json" if layout in ("list", "strings") else dice.choice(["x.json", "x.jsonl", "x.ndjson"])
+    return stem + dice.choice(["", ".gz", ".zst"]), packed, texts
+
+
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(n, marks=pytest.mark.slow) for n in range(40, 400))])
+def test_drawn_wrappings_are_known_by_their_first_bytes(tmp_path, seed):
+    name, content, texts = drawn_file(random.Random(f"wrapping {seed}"))
+    (tmp_path / name).write_bytes(content)
+    assert texts_of(tmp_path / name) == texts, name
 
 
 KINDS = [
