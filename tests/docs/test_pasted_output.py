@@ -25,6 +25,7 @@ from levanter.runplan import RunRefused, Target
 SLOW = ("make demo",)
 """Minutes on a CPU."""
 COMPILED = (
+    "python -m levanter.main.plan eval_lm --config_path config/eval/llama3.1_405b_as_published.yaml",
     "python -m levanter.main.plan eval_lm --config_path config/eval/llama3.1_405b_old_style.yaml",
     "python -m levanter.main.plan eval_lm --config_path config/eval/llama3.1_405b_v4-256.yaml",
     "python -m levanter.main.plan eval_careless_lm --config_path config/memorization/llama3.1_405b_v4-256.yaml",

@@ -169,9 +169,20 @@ def _published() -> list[Case]:
     """Runs whose speed is published; `tests/aot/test_published.py` compiles them."""
     configs = sorted((CONFIGS / "train/published").glob("*.yaml"))
     return [
-        _training(f"published_{path.stem}", f"published/{path.stem}", _pod_in(path.stem), compiled=None)
+        _training(
+            f"published_{path.stem}",
+            f"published/{path.stem}",
+            _pod_in(path.stem),
+            exit_code=3 if path.stem in _TOO_DEEP else 0,
+            compiled=None,
+        )
         for path in configs
     ]
+
+
+_TOO_DEEP = ("llama3.1_405b_v6e-256", "llama3.1_405b_v6e-256_fsdp")
+"""Published runs that do not fit as this project compiles them at full depth: heaps of 36.5 and 42.1 of 31.25 GiB.
+Their times are of fewer layers."""
 
 
 def _pod_in(stem: str) -> str:
@@ -224,7 +235,9 @@ CASES: Mapping[str, Case] = {
         ),
         _training("llama3_8b_v6e-128", "llama3_8b_v6e-128", "v6e-128"),
         _training("llama3_8b_2xv6e-128", "llama3_8b_2xv6e-128", "2xv6e-128"),
-        _training("llama3_8b_v6e-128_embed4", "llama3_8b_v6e-128_embed4", "v6e-128", compiled=3, ci=True),
+        _training(
+            "llama3_8b_v6e-128_embed4", "llama3_8b_v6e-128_embed4", "v6e-128", exit_code=3, compiled=3, ci=True
+        ),
         _training("llama_0.78b_64k_tp1", _DEPTH_24, "v6e-8", "--trainer.mesh.axes.model=1"),
         _training("llama_0.78b_64k_tp2", _DEPTH_24, "v6e-8", "--trainer.mesh.axes.model=2"),
         _training("llama_0.78b_64k_tp4", _DEPTH_24, "v6e-8"),

@@ -122,6 +122,18 @@ def _planned(request: PlanRequest) -> int:
             require_inputs=request.require_inputs,
             kept=CompileCache.here() if request.cache else None,
         )
+
+        def varied(words: tuple[str, ...]) -> Question:
+            """The question of the run with more words on its command line."""
+            argv = (*request.argv, *words)
+            changed = load_written(request.entry_point.config_class(), list(argv), program=program)
+            return replace(
+                question,
+                describe=lambda target: entry_point.describe(changed.config, target, written=changed.written),
+                payload={"entry_point": request.entry_point.name, "argv": list(argv)},
+            )
+
+        question = replace(question, varied=varied)
         if request.compare and entry_point.describe_full_finetune is None:
             raise PlanUsageError(f"--compare {FULL}: {name} trains no adapters, so there is nothing to compare")
         verdicts: list[Verdict] = []
@@ -183,8 +195,8 @@ def _searched(
     from levanter.plan.search.space import LayoutCompiler, search_run_decode, search_run_layouts
 
     pod = verdict.accelerator
-    if verdict.plan is None or pod is None or not pod.can_compile:
-        say(f"{verdict.target}: no layout search: there is nothing to compile")
+    if verdict.plan is None or pod is None:
+        say(f"{verdict.target}: no layout search: it needs a pod and a run that can be described")
         return {}
     try:
         run = LayoutCompiler(

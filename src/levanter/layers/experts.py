@@ -410,6 +410,11 @@ class ExpertsSpec:
         return {"mlp hidden": (self.Mlp,)}
 
     @property
+    def rows_per_token(self) -> int:
+        """The number of rows that the experts compute for a token: one a choice; those of all experts if dense."""
+        return self.Expert.size if self.dispatch == "dense" else self.routing.chosen
+
+    @property
     def saved(self) -> Shapes:
         """The activations it names for gradient checkpointing; see `layers.remat_names`."""
         return dict.fromkeys(("gate", "up"), (self.Mlp,))

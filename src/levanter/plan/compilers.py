@@ -56,6 +56,17 @@ def compiler_for(pod: Accelerator) -> TargetCompiler:
     return GpuCompiler() if pod.generation.platform == "gpu" else TpuCompiler()
 
 
+def has_compiler(pod: Accelerator) -> bool:
+    """Whether Programs can be compiled here for a target."""
+    if not pod.can_compile:
+        return False
+    try:
+        compiler_for(pod).require(pod.name)
+    except CompilerMissing:
+        return False
+    return True
+
+
 class TpuCompiler:
     """libtpu."""
 

@@ -22,10 +22,12 @@ from levanter.models.registry import LmConfig
 from levanter.models.stack import checkpoint_policy
 from levanter.runplan import RunPlan
 from levanter.trainer.state import plan_state
-from levanter.trainer.train_state import GRADIENT_BYTES, MODEL, TrainState
+from levanter.trainer.train_state import FROZEN, GRADIENT_BYTES, MODEL, TrainState
 
 AXES, ROWS, BLOCKS = "trainer.mesh.axes", "trainer", "model"
 """Sections of the YAML: mesh sizes, the batch, and the checkpointing of blocks."""
+OFFLOAD = "offload"
+"""The value of `gradient_checkpointing` that sends the inputs of blocks to host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,33 +46,42 @@ class Layout:
         mesh: mesh axis names and sizes.
         mappings: of parameters and activations.
         rows: rows that a device takes at once, as a multiple of the run's.
-        recompute: whether blocks are recomputed of which the run saves activations.
+        recompute: `gradient_checkpointing` of the layout; False for that of the run.
+        between: whether parameters are sharded over mesh axes between slices that did not shard them.
         changes: the differences from the run's layout.
     """
 
     mesh: MeshSpec
     mappings: Mappings
     rows: float = 1.0
-    recompute: bool = False
+    recompute: bool | str = False
+    between: bool = False
     changes: tuple[LayoutChange, ...] = ()
 
     @property
-    def distance(self) -> tuple[int, bool, int]:
-        """Changed mesh sizes, whether blocks are recomputed, changed batches: a smaller tuple is a nearer layout."""
+    def distance(self) -> tuple[int, bool, bool, bool, int, float]:
+        """Changed mesh sizes, whether blocks are recomputed, parameters sharded between slices or activations sent to
+        the host, changed batches, and fewer rows: a smaller tuple is a nearer layout."""
         sections = [change.section for change in self.changes]
-        return sections.count(AXES), self.recompute, sections.count(ROWS)
+        offloads = self.recompute == OFFLOAD
+        return sections.count(AXES), bool(self.recompute), self.between, offloads, sections.count(ROWS), -self.rows
 
     @property
     def yaml(self) -> str:
         """The changes as one line of YAML."""
-        tree: dict[str, Any] = {}
-        for change in self.changes:
-            node = tree
-            for key in change.section.split("."):
-                # Several changes of one section share its nested mapping.
-                node = node.setdefault(key, {})
-            node.update(change.entries)
-        return _flow(tree)[1:-1]
+        return changes_as_yaml(self.changes)
+
+
+def changes_as_yaml(changes: tuple[LayoutChange, ...]) -> str:
+    """Changes of a config as one line of YAML."""
+    tree: dict[str, Any] = {}
+    for change in changes:
+        node = tree
+        for key in change.section.split("."):
+            # Several changes of one section share its nested mapping.
+            node = node.setdefault(key, {})
+        node.update(change.entries)
+    return _flow(tree)[1:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +90,21 @@ class LayoutMemory:
 
     Attributes:
         arguments: bytes of the Program's inputs.
-        temporaries: bytes of gradients and named activations.
-        gradients: bytes of the gradients among them.
+        gradients: bytes of the gradients that it computes.
         errors: why a run would refuse the layout.
         residents: the sharding of parameters and optimizer state.
+        trained: the sharding of the parameters that a train step updates.
+        frozen: the sharding of the other parameters that it takes.
         hopeless: whether it is wrong in a way that further sharding cannot fix (collisions, sizes that do not divide).
     """
 
     arguments: int
-    temporaries: int
     gradients: int
     errors: tuple[str, ...]
     residents: tuple[LeafPlan, ...]
     hopeless: bool
+    trained: tuple[LeafPlan, ...] = ()
+    frozen: tuple[LeafPlan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +115,15 @@ class LayoutSubject:
         plan: of the run.
         program: the Program.
         hbm_bytes: memory of a chip.
-        compiled_temporaries: bytes that the compiler allocates in addition to the inputs; None if not compiled.
+        compiled_bytes: bytes that the compiler needs on a chip; None if not compiled.
         recompute_named: whether a change may recompute blocks of which the run saves activations by name.
-        over_dcn: whether a change may shard parameters between slices.
     """
 
     plan: RunPlan
     program: Program
     hbm_bytes: int
-    compiled_temporaries: int | None = None
+    compiled_bytes: int | None = None
     recompute_named: bool = False
-    over_dcn: bool = False
 
     @property
     def now(self) -> Layout:
@@ -143,17 +154,6 @@ class LayoutSubject:
         """Positions of a row; 1 where activations have none."""
         return max((dict(plan.leaf.axes).get("position", 1) for plan in self.plan.activations.leaves), default=1)
 
-    def total(self, figures: LayoutMemory, base: LayoutMemory) -> int | None:
-        """Bytes on a chip, estimated from the compiled figure of the run's layout; `None` if it was not compiled."""
-        if self.compiled_temporaries is None:
-            return None
-        unnamed = self.compiled_temporaries - base.temporaries
-        if 2 * unnamed < self.compiled_temporaries:
-            # More than half of the compiled temporaries is named. The unnamed rest is taken to stay as it is.
-            return figures.arguments + max(unnamed, 0) + figures.temporaries
-        # Mostly unnamed: scale all of it like the named part.
-        return figures.arguments + round(self.compiled_temporaries * figures.temporaries / max(base.temporaries, 1))
-
 
 def least_input_bytes(subject: LayoutSubject) -> int:
     """Bytes of the Program's inputs on a chip if each is sharded evenly over all chips: no layout needs less."""
@@ -167,7 +167,8 @@ def layout_memory(subject: LayoutSubject, layout: Layout) -> LayoutMemory:
     placed: list[LeafPlan] = []
     errors: list[str] = []
     hopeless = False
-    gradients = 0
+    trained: list[LeafPlan] = []
+    frozen: list[LeafPlan] = []
     for argument in subject.program.inputs:
         # A train step takes the global batch whatever a microbatch has; other
         # Programs take the rows that they compute.
@@ -177,16 +178,19 @@ def layout_memory(subject: LayoutSubject, layout: Layout) -> LayoutMemory:
         # More sharding ends replication; it does not end a collision or an indivisible size.
         hopeless |= any(f.error is not None and f.kind != "replicated" for f in plan.findings)
         if isinstance(argument.value, TrainState):
-            inside = (p for p in plan.leaves if p.leaf.path.startswith(f"{MODEL}."))
-            gradients += sum(math.prod(p.shard_shape) for p in inside) * GRADIENT_BYTES
+            trained += [p for p in plan.leaves if p.leaf.path.startswith(f"{MODEL}.")]
+        elif argument.name == FROZEN:
+            frozen += plan.leaves
+    gradients = sum(math.prod(p.shard_shape) for p in trained) * GRADIENT_BYTES
     activations = layout_activations(subject, layout, scale)
     errors += [str(error) for error in activations.errors]
     return LayoutMemory(
         arguments=sum(plan.bytes_per_device for plan in placed),
         gradients=gradients,
-        temporaries=gradients + sum(a.bytes_per_device * saved_copies(subject, a, layout) for a in activations.leaves),
         errors=tuple(errors),
         residents=tuple(placed),
+        trained=tuple(trained),
+        frozen=tuple(frozen),
         hopeless=hopeless or bool(activations.errors) or not _whole_rows(subject, scale),
     )
 
@@ -244,12 +248,16 @@ def model_config(subject: LayoutSubject) -> LmConfig | None:
     return getattr(subject.plan.work, "model", None)
 
 
-def _whole_rows(subject: LayoutSubject, scale: float) -> bool:
-    """Whether the scaled batch has a whole number of rows, and divides the global batch in training."""
-    rows = subject.rows * scale
-    if rows != int(rows) or rows < 1:
-        return False
-    batches = [
+def microbatches(subject: LayoutSubject, scale: float = 1.0) -> int:
+    """The number of microbatches of a train step, with `scale` times the run's rows in each."""
+    # Activations of a plan are those of one microbatch, inputs those of the whole batch.
+    batch = max(_batch_sizes(subject), default=1)
+    return max(1, round(batch / (subject.rows * scale)))
+
+
+def _batch_sizes(subject: LayoutSubject) -> list[int]:
+    """The sizes of the batch axis in the inputs that are not a state."""
+    return [
         size
         for argument in subject.program.inputs
         if not isinstance(argument.value, TrainState)
@@ -257,7 +265,14 @@ def _whole_rows(subject: LayoutSubject, scale: float) -> bool:
         for name, size in leaf.axes
         if name == subject.batch_axis
     ]
-    return not subject.training or all(size % rows == 0 for size in batches)
+
+
+def _whole_rows(subject: LayoutSubject, scale: float) -> bool:
+    """Whether the scaled batch has a whole number of rows, and divides the global batch in training."""
+    rows = subject.rows * scale
+    if rows != int(rows) or rows < 1:
+        return False
+    return not subject.training or all(size % rows == 0 for size in _batch_sizes(subject))
 
 
 def _placed(subject: LayoutSubject, argument: Input, layout: Layout, scale: float) -> ShardingPlan:

@@ -11,7 +11,7 @@ over the layers (saved for the backward pass).
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from haliax_ext.errors import gib, named_shape
@@ -23,14 +23,8 @@ from levanter.inference.capacity import DecodeCost
 from levanter.plan.aot import Refused
 from levanter.plan.hbm_budget import Budget, Resident, by_group, gradient_bytes, program_residents, sharding_text
 from levanter.plan.hbm_lower_bound import layout_lower_bound, program_lower_bound
-from levanter.plan.layout_memory import (
-    LayoutSubject,
-    layout_memory,
-    least_input_bytes,
-    saved_copies,
-    saved_names,
-)
-from levanter.plan.suggestions import suggest_layout
+from levanter.plan.layout_memory import LayoutSubject, layout_memory, least_input_bytes, saved_copies, saved_names
+from levanter.plan.suggestions import nearest_suggestion
 from levanter.runplan import RunPlan
 from levanter.trainer.train_state import OPTIMIZER
 
@@ -42,19 +36,33 @@ WORTH_NAMING = 0.01
 """A replicated array is named from this share of a chip's memory on."""
 
 
+def suggest_by_arithmetic(subject: LayoutSubject) -> tuple[str, ...]:
+    """The nearest layout that may fit, as a line of YAML, or the reason why none does."""
+    if (reason := too_few_chips(subject)) is not None:
+        return (reason,)
+    suggestion = nearest_suggestion(subject)
+    return (nothing_fits(subject) if suggestion is None else str(suggestion),)
+
+
 def explain_oom(
-    refused: Refused | OutOfMemory | None, plan: RunPlan, budget: Budget, *, program: str | None = None
+    refused: Refused | OutOfMemory | None,
+    plan: RunPlan,
+    budget: Budget,
+    *,
+    program: str | None = None,
+    suggest: Callable[[LayoutSubject], Sequence[str]] = suggest_by_arithmetic,
 ) -> tuple[str, ...]:
     """Lines that explain why a Program does not fit; none where neither arithmetic nor the compiler refuses it.
 
     They name the largest inputs with their bytes, the allocations that the compiler lists, the largest activations
-    where the inputs alone fit, and last the nearest mapping that fits, as a line of YAML.
+    where the inputs alone fit, and last what `suggest` returns.
 
     Args:
         refused: the compiler's refusal; `None` if the Program was not compiled.
         plan: the run.
         budget: the inputs by arithmetic.
         program: its name; by default the refused one, else the one with the largest inputs.
+        suggest: the lines about layouts that would fit.
     """
     if isinstance(refused, Refused):
         refusal, program = refused.refusal, program or refused.name
@@ -73,7 +81,8 @@ def explain_oom(
     # A compiler may count less than the inputs (it drops those that are never
     # read), but the caller holds them all.
     needed = inputs if refusal is None else max(inputs, refusal.needed)
-    subject = LayoutSubject(plan=plan, program=program_, hbm_bytes=limit, compiled_temporaries=needed - inputs or None)
+    compiled = needed if needed > inputs else None
+    subject = LayoutSubject(plan=plan, program=program_, hbm_bytes=limit, compiled_bytes=compiled)
     if refusal is None and inputs <= limit:
         over = (
             f"{name} needs at least {gib(known.total)} on a chip, {gib(known.total - limit)} more than its {gib(limit)}"
@@ -91,8 +100,7 @@ def explain_oom(
     lines += [f"also replicated: {_sized(r)}" for r in whole]
     if inputs <= limit:
         lines += _activations(subject)
-    lines += [_way_out(subject), *filter(None, [_int8_base(subject)])]
-    return tuple(lines)
+    return (*lines, *suggest(subject), *filter(None, [_int8_base(subject)]))
 
 
 def _headline(program: Program, plan: RunPlan, inputs: int, needed: int, limit: int) -> str:
@@ -169,21 +177,24 @@ def _activations(subject: LayoutSubject) -> Iterator[str]:
         yield f"largest activation: {gib(size)} {_named(activation, subject.plan)}, {dtype}{saved}"
 
 
-def _way_out(subject: LayoutSubject) -> str:
-    chips, limit = subject.plan.mesh.size, subject.hbm_bytes
-    least = least_input_bytes(subject)
-    if least > limit:
-        return (
-            f"no mapping fits: even evenly sharded over all {chips} chips, the inputs still take {gib(least)} on each; "
-            f"they need at least {-(-least * chips // limit)} chips"
-            if chips > 1
-            else f"the inputs need at least {-(-least // limit)} chips"
-        )
-    suggestion = suggest_layout(subject)
-    if suggestion is not None:
-        return str(suggestion)
-    more = "--search tries more layouts" if chips > 1 else "there is one chip"
-    return f"none of the changes tried fits; {more} (evenly sharded, the inputs take {gib(least)} a chip)"
+def nothing_fits(subject: LayoutSubject) -> str:
+    """The line where no change of a layout fits."""
+    more = "--search tries more layouts" if subject.plan.mesh.size > 1 else "there is one chip"
+    least = gib(least_input_bytes(subject))
+    return f"none of the changes tried fits; {more} (evenly sharded, the inputs take {least} a chip)"
+
+
+def too_few_chips(subject: LayoutSubject) -> str | None:
+    """Why no mapping fits, where the inputs exceed the chips even if sharded evenly; None elsewhere."""
+    chips, limit, least = subject.plan.mesh.size, subject.hbm_bytes, least_input_bytes(subject)
+    if least <= limit:
+        return None
+    if chips == 1:
+        return f"the inputs need at least {-(-least // limit)} chips"
+    return (
+        f"no mapping fits: even evenly sharded over all {chips} chips, the inputs still take {gib(least)} on each; "
+        f"they need at least {-(-least * chips // limit)} chips"
+    )
 
 
 def _int8_base(subject: LayoutSubject) -> str | None:
@@ -202,12 +213,12 @@ def _int8_base(subject: LayoutSubject) -> str | None:
     change = f"{key}: {{base_dtype: int8}}"
     known = layout_lower_bound(wider, wider.now, layout_memory(wider, wider.now))
     if known.total > wider.hbm_bytes:
-        suggestion = suggest_layout(wider)
+        suggestion = nearest_suggestion(wider)
         if suggestion is None:
             return None
         change, known = f"{change}, {suggestion.yaml}", suggestion.known
     total = gib(known.total - freed)
-    return f"might fit: {change}  # at least {total} in all (not compiled): frozen projections take {gib(freed)} less"
+    return f"may fit: {change}  # at least {total} in all (not compiled): frozen projections take {gib(freed)} less"
 
 
 def decode_cost(plan: RunPlan | None) -> DecodeCost | None:

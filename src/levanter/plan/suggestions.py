@@ -1,25 +1,24 @@
-"""Suggests the layout that fits with the fewest changes of the config, by arithmetic.
+"""Suggests layouts that may fit, those with the fewest changes of the config first, by arithmetic.
 
 A *change* is one line of YAML that turns a layout into another one. The search tries single changes in this order, and
 then further changes on top of the layouts that need least memory:
 
-    parameters   shard an axis of a replicated array over mesh axes that do not shard it
+    parameters   shard an axis of a replicated array over mesh axes that do not shard it, those between slices last
     residual     shard the residual stream between blocks
-    rows         halve the rows that a device takes at once
-    blocks       recompute the blocks of a train step that saves activations of them
+    rows         fewer rows that a device takes at once: the most that fit
+    blocks       recompute the blocks of a train step that saves activations of them, or send their inputs to the host
     mesh         move a factor from one mesh axis to another
 
-The planner shards every array under each layout, so a run accepts each suggestion. Bytes of inputs are exact.
-Temporaries are scaled from the compiler's figure by the named activations and gradients: an estimate, never less than
-the lower bound. Without a figure of the compiler, or where it is for a step without recomputation and the layout
-recomputes, only the lower bound is known. Then a layout "would fit" if the lower bound, with all named activations of
-one layer, takes at most `NAMED_SHARE` of a chip, and otherwise it "might fit". No suggestion is compiled before it is
-printed; its line names what the sum leaves out.
+The planner shards every array under each layout, so a run accepts each suggestion. The bytes that a layout needs are
+estimated as its lower bound times a factor: that of the refused layout, where the compiler stated its bytes, else the
+median of compiled steps (`COMPILED_OVER_BOUND`). A layout is suggested if the estimate leaves `HEADROOM` of a chip.
+`levanter.plan.preflight.advice` compiles suggestions, and tries other recipes and pods.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from haliax_ext.divisibility import divisors
 from haliax_ext.errors import gib
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import LeafPlan, show_axes
@@ -29,116 +28,161 @@ from levanter.plan.hbm_lower_bound import HbmLowerBound, layout_lower_bound
 from levanter.plan.layout_memory import (
     AXES,
     BLOCKS,
+    OFFLOAD,
     ROWS,
     Layout,
     LayoutChange,
     LayoutMemory,
     LayoutSubject,
+    changes_as_yaml,
     layout_activations,
     layout_memory,
+    model_config,
     saves_by_name,
     saves_everything,
 )
 from levanter.runplan import Searchable
 
 MOST_CHANGES = 3
-NAMED_SHARE = 0.8
-"""The share of a chip that known bytes may take without a figure of the compiler: in the train steps that were
-compiled, unnamed bytes took up to 16 % of a chip."""
+HEADROOM = 0.02
+"""The share of a chip that a suggestion leaves: compilers of other versions need up to that much more."""
 BEAM = 4
 """Layouts to which further changes are applied."""
+COMPILED_OVER_BOUND: tuple[float, float, float] = (1.0, 1.1, 1.5)
+"""Bytes that compiled train steps needed, over their lower bound: least, median and most of the steps in
+`tests/golden/step_memory.json`, which nobody tuned to."""
 HEADS, VOCAB = "heads", "vocab"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """A layout that fits.
+    """A layout that may fit.
 
     Attributes:
-        yaml: the changes, as one line.
+        changes: of the config.
         known: lower bound of the bytes on a chip.
-        total: with temporaries, estimated; `None` where no figure of the compiler allows an estimate.
-        roomy: whether the layout probably fits with the bytes that the lower bound leaves out.
+        expected: an estimate of the bytes on a chip.
+        training: whether the Program is a train step, of which the range of compiled bytes is known.
     """
 
-    yaml: str
+    changes: tuple[LayoutChange, ...]
     known: HbmLowerBound
-    total: int | None
-    roomy: bool
+    expected: int
+    training: bool = True
+
+    @property
+    def yaml(self) -> str:
+        """The changes, as one line."""
+        return changes_as_yaml(self.changes)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The changes, as words of a command line."""
+        return tuple(f"--{change.section}.{key}={value}" for change in self.changes for key, value in change.entries)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations are sent to host memory; compilers take half an hour over such a step."""
+        return any(("gradient_checkpointing", OFFLOAD) in change.entries for change in self.changes)
 
     def __str__(self) -> str:
-        line = f"{'would' if self.roomy else 'might'} fit: {self.yaml}  # {gib(self.known.inputs)} of inputs on a chip"
-        if self.total is not None:
-            return f"{line}, about {gib(self.total)} in all (estimated, not compiled)"
-        return f"{line}, at least {gib(self.known.total)} in all (not compiled: without {self.known.lacking})"
+        return f"may fit: {self.yaml}  # {self.reservation}"
+
+    @property
+    def reservation(self) -> str:
+        """What is known of its bytes without a compiler."""
+        known = f"at least {gib(self.known.total)} on a chip"
+        if not self.known.recomputed:
+            return f"{known}, not compiled: without {self.known.lacking}"
+        if not self.training:
+            return f"{known}, not compiled: without gathered weights, {self.known.lacking}"
+        least, _, most = COMPILED_OVER_BOUND
+        return f"{known}; train steps needed {least:.1f} to {most:.1f} × their bound when compiled"
 
 
-def suggest_layout(subject: LayoutSubject) -> Suggestion | None:
-    """The layout that a run would accept and that fits, by the fewest changes; None where none is known.
-
-    What a run saves by name was chosen: that it is recomputed is suggested only where nothing else fits, and that
-    parameters are sharded between slices only where that does not help either.
-    """
-    tries = [subject]
-    if saves_by_name(subject):
-        tries.append(replace(subject, recompute_named=True))
-    if any(subject.plan.mesh.shape[axis] > 1 for axis in subject.plan.mesh.dcn):
-        tries.append(replace(tries[-1], over_dcn=True))
-    return next(filter(None, map(_suggested, tries)), None)
-
-
-def _suggested(subject: LayoutSubject) -> Suggestion | None:
-    """The layout that a run would accept and that fits, by the fewest changes.
+def suggest_layouts(subject: LayoutSubject, *, factor: float | None = None) -> Iterator[Suggestion]:
+    """The layouts that a run would accept and that probably fit, those with the fewest changes first.
 
     Among layouts with equally many changes, new rules are preferred to a smaller batch, that to recomputed blocks, and
     those to other mesh sizes.
+
+    Args:
+        subject: the Program.
+        factor: bytes that the Program needs over their lower bound; by default `bound_factor`.
     """
+    yield from _suggested(subject, factor)
+    # What a run saves by name was chosen: that it is recomputed is suggested only where nothing else fits.
+    if saves_by_name(subject):
+        yield from _suggested(replace(subject, recompute_named=True), factor)
+
+
+def _suggested(subject: LayoutSubject, factor: float | None) -> Iterator[Suggestion]:
     base = layout_memory(subject, subject.now)
-    beam = [(subject.now, base)]
-    tight: Suggestion | None = None
+    now = layout_lower_bound(subject, subject.now, base)
+    factor = bound_factor(subject) if factor is None else factor
+    # Breadth first: every layout with n changes is judged before one with n + 1.
+    beam = [(subject.now, base, now.total)]
     seen: set[frozenset[LayoutChange]] = set()
     for _ in range(MOST_CHANGES):
-        candidates: list[tuple[Layout, LayoutMemory]] = []
+        candidates: list[tuple[Layout, LayoutMemory, int]] = []
         fitting: list[tuple[Layout, Suggestion]] = []
-        for layout, figures in beam:
+        for layout, figures, before in beam:
             for candidate in neighbour_layouts(subject, layout, figures):
                 # The same changes in another order are the same layout.
                 if frozenset(candidate.changes) in seen:
                     continue
                 seen.add(frozenset(candidate.changes))
                 memory = layout_memory(subject, candidate)
-                if not memory.hopeless:
-                    candidates.append((candidate, memory))
-                    suggestion = _judged(subject, candidate, memory, base)
-                    if suggestion is not None:
-                        fitting.append((candidate, suggestion))
-        # A layout that probably fits ends the search at this number of changes;
-        # one that only might fit does not.
-        roomy = [pair for pair in fitting if pair[1].roomy]
-        if roomy:
-            return min(roomy, key=lambda pair: pair[0].distance)[1]
-        if tight is None and fitting:
-            tight = min(fitting, key=lambda pair: pair[1].known.total)[1]
+                if memory.hopeless:
+                    continue
+                known = layout_lower_bound(subject, candidate, memory)
+                candidates.append((candidate, memory, known.total))
+                # A change that saves nothing is no part of a suggestion.
+                if memory.errors or known.total >= before:
+                    continue
+                expected = _expected(known, factor, now)
+                if expected is not None and expected <= (1 - HEADROOM) * subject.hbm_bytes:
+                    suggestion = Suggestion(
+                        changes=candidate.changes, known=known, expected=expected, training=subject.training
+                    )
+                    fitting.append((candidate, suggestion))
+        # A generator: callers stop at the first suggestion that the compiler accepts, before deeper levels are planned.
+        yield from (suggestion for _, suggestion in sorted(fitting, key=lambda pair: pair[0].distance))
         # Layouts with errors that more sharding can repair stay in the beam: a
         # first change may need a second one.
-        beam = sorted(candidates, key=lambda pair: pair[1].arguments + pair[1].temporaries)[:BEAM]
-    return tight
+        beam = sorted(candidates, key=lambda entry: entry[2])[:BEAM]
 
 
-def _judged(subject: LayoutSubject, layout: Layout, figures: LayoutMemory, base: LayoutMemory) -> Suggestion | None:
-    """The suggestion of a layout; None where a run would refuse it or it needs more than a chip has."""
-    if figures.errors:
-        return None
-    known = layout_lower_bound(subject, layout, figures)
-    # The compiled figure is for saved activations; it does not scale to blocks that are recomputed.
-    total = None if layout.recompute else subject.total(figures, base)
-    if total is not None:
-        # The estimate scales a compiled figure and may come out below what is certain.
-        total = max(total, known.total)
-    if (known.total if total is None else total) > subject.hbm_bytes:
-        return None
-    roomy = total is not None or (known.recomputed and known.likely <= NAMED_SHARE * subject.hbm_bytes)
-    return Suggestion(yaml=layout.yaml, known=known, total=total, roomy=roomy)
+def _expected(known: HbmLowerBound, factor: float, now: HbmLowerBound) -> int | None:
+    """An estimate of a layout's bytes.
+
+    None where the bound says too little: most of what is saved without recomputation has no name.
+    """
+    # The factor belongs to steps of one kind; the other kind gets the median of compiled steps.
+    if known.recomputed == now.recomputed:
+        return round(known.total * factor) if known.recomputed or factor > 1 else None
+    return round(known.total * COMPILED_OVER_BOUND[1])
+
+
+def bound_factor(subject: LayoutSubject) -> float:
+    """Bytes that a Program needs over their lower bound, from the compiler's figure where there is one.
+
+    1 where nothing is known: without a figure, of Programs that do not train and of steps that recompute nothing.
+    """
+    known = layout_lower_bound(subject, subject.now, layout_memory(subject, subject.now))
+    if subject.compiled_bytes is not None:
+        return max(1.0, subject.compiled_bytes / max(known.total, 1))
+    return COMPILED_OVER_BOUND[1] if subject.training and known.recomputed else 1.0
+
+
+def nearest_suggestion(subject: LayoutSubject) -> Suggestion | None:
+    """The first suggestion; one that sends activations to the host only where there is no other."""
+    offloading: Suggestion | None = None
+    for suggestion in suggest_layouts(subject):
+        if not suggestion.offloads:
+            return suggestion
+        offloading = offloading or suggestion
+    return offloading
 
 
 def neighbour_layouts(subject: LayoutSubject, layout: Layout, figures: LayoutMemory) -> Iterator[Layout]:
@@ -146,7 +190,7 @@ def neighbour_layouts(subject: LayoutSubject, layout: Layout, figures: LayoutMem
     yield from _cut_parameters(subject, layout, figures)
     # Without temporaries (a Program whose inputs are too large) fewer rows or a
     # sharded residual stream save nothing.
-    if subject.compiled_temporaries is not None or subject.training:
+    if subject.compiled_bytes is not None or subject.training:
         yield from _cut_residual(subject, layout)
         yield from _fewer_rows(subject, layout)
         yield from _recomputed(subject, layout)
@@ -166,10 +210,12 @@ def _cut_parameters(subject: LayoutSubject, layout: Layout, figures: LayoutMemor
     tensor = tensor_axes(subject)
     worst = sorted((p for p in figures.residents if p.replicated_over), key=repeated, reverse=True)
     for plan in worst[:BEAM]:
-        # Sharding a parameter over DCN gathers it over the slowest network in every step: only if nothing else fits.
-        free = tuple(axis for axis in plan.replicated_over if subject.over_dcn or axis not in mesh.dcn)
+        free = tuple(axis for axis in plan.replicated_over if axis not in mesh.dcn)
         # All free mesh axes at once, then single ones: sizes may divide by one and not by the product.
         subsets = [free, *((axis,) for axis in free)] if len(free) > 1 else [free] if free else []
+        # A parameter that is sharded over DCN is gathered over the slowest network in every step: the last way.
+        between = tuple(axis for axis in plan.replicated_over if axis in mesh.dcn)
+        subsets += [between, (*between, *free)] if between and free else [between] if between else []
         for over in subsets:
             # Mesh axes that shard the batch can shard parameters, but no other axis of activations.
             shared = not set(over) & set(batch)
@@ -208,9 +254,9 @@ def _rules(
     cuts = dict(zip(plan.leaf.names, plan.mesh_axes, strict=True))
     sizes = dict(plan.leaf.axes)
     if name != HEADS:
-        axes = (*(a for a in cuts[name] if mesh.shape[a] > 1), *over)
-        # Slices first: then each holds a range of what is sharded.
-        axes = tuple(sorted(axes, key=lambda axis: axis not in mesh.dcn))
+        # Mesh axes between slices come first, so that the devices of a slice hold neighbouring parts.
+        between = tuple(a for a in over if a in mesh.dcn)
+        axes = (*between, *(a for a in cuts[name] if mesh.shape[a] > 1), *(a for a in over if a not in mesh.dcn))
         return {name: axes} if sizes[name] % mesh.ways(axes) == 0 else None
     # Heads that are sharded already would need a redistribution of both axes; such layouts are not tried.
     if any(cuts.get(axis) for axis in (KV_HEAD, Q_PER_GROUP)) or KV_HEAD not in sizes:
@@ -245,6 +291,7 @@ def _with_rules(
             compute=mappings.compute.merged(rules) if shared else mappings.compute,
             declared=(*mappings.declared, *(d for d in declared if d not in mappings.declared)),
         ),
+        between=layout.between or any(axis in layout.mesh.dcn for axis in over),
         changes=(*layout.changes, LayoutChange(section=section, entries=((name, show_axes(written or ())),))),
     )
 
@@ -270,19 +317,29 @@ def _cut_residual(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
 
 
 def _fewer_rows(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
+    """The divisors of a device's rows, the largest first."""
     per_device = subject.rows * layout.rows / subject.ways(subject.now)
     key = "per_device_parallelism" if subject.training else "per_device_eval_parallelism"
-    if per_device == int(per_device) and per_device % 2 == 0:
-        change = LayoutChange(section=ROWS, entries=((key, str(int(per_device) // 2)),))
-        yield replace(layout, rows=layout.rows / 2, changes=(*layout.changes, change))
+    if per_device != int(per_device):
+        return
+    # A mesh change may have set the rows already; the key can be written once.
+    others = tuple(change for change in layout.changes if change.section != ROWS)
+    for rows in reversed(divisors(int(per_device))[:-1]):
+        change = LayoutChange(section=ROWS, entries=((key, str(rows)),))
+        yield replace(layout, rows=layout.rows * rows / per_device, changes=(*others, change))
 
 
 def _recomputed(subject: LayoutSubject, layout: Layout) -> Iterator[Layout]:
-    """Recomputes the blocks of a train step that saves all or some of their activations."""
+    """Recomputes the blocks of a train step that saves all or some of their activations, or sends their inputs to the
+    host."""
     named = subject.recompute_named and not layout.recompute and saves_by_name(subject)
     if named or saves_everything(subject, layout):
         change = LayoutChange(section=BLOCKS, entries=(("gradient_checkpointing", "true"),))
         yield replace(layout, recompute=True, changes=(*layout.changes, change))
+    elif subject.training and layout.recompute != OFFLOAD and model_config(subject) is not None:
+        others = tuple(change for change in layout.changes if change.section != BLOCKS)
+        change = LayoutChange(section=BLOCKS, entries=(("gradient_checkpointing", OFFLOAD),))
+        yield replace(layout, recompute=OFFLOAD, changes=(*others, change))
 
 
 def _with_rows(subject: LayoutSubject, before: Layout, layout: Layout) -> Layout:

@@ -24,6 +24,7 @@ def stand_in(tmp_path, monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_stand_in_what_cannot_fit_contacts_nobody(stand_in, capsys):
     """The published 405B configuration: 168 GiB on a chip of 30.75 GiB."""
     command = ["python", "-m", "levanter.main.eval_lm", "--config_path", "config/eval/llama3.1_405b_as_published.yaml"]

@@ -16,10 +16,10 @@ from levanter.runplan import NOT_DECIDED, Target
 
 GIB = 1 << 30
 COMPILED = Path(__file__).parents[2] / "golden" / "compiled"
-REFUSED = ("llama_0.78b_64k_as_published", "llama_0.78b_64k_as_published_kept")
+REFUSED = ("llama3_8b_v6e-128_embed4", "llama_0.78b_64k_as_published", "llama_0.78b_64k_as_published_kept")
 """Whose known bytes alone are more than a chip has."""
 
-QUICK = (*REFUSED, "405b_v6e-64", "405b_old_style", "llama2_70b_v4-256_whole", "llama3_8b_v6e-128_embed4")
+QUICK = (*REFUSED, "405b_v6e-64", "405b_old_style", "llama2_70b_v4-256_whole")
 """Those of `make test`."""
 
 
@@ -42,7 +42,18 @@ def test_7b_by_hand():
     block_input = 16 * 1024 * 4096 * 2
     assert found.kept == 32 * block_input
     assert found.at_work == 16 * 1024 * 11008 * 2
-    assert found.total == found.inputs + found.kept + found.gradients
+    # The layers' weights in bfloat16, 202.4 million parameters each (the two tables of the vocabulary are 262 million).
+    assert found.weights == pytest.approx(2 * 32 * 202.4e6 / 16, rel=1e-3)
+    assert found.accumulated == 0
+    assert found.stacked == pytest.approx(4 * (6.738e9 - 131e6) / 16, rel=1e-3)
+    # Gathered gate, up and down; gate, up and the gradient of their product; gradients of the layer's ends.
+    assert found.layer == 3 * 4096 * 11008 * 2 + 3 * found.at_work + 2 * block_input
+    # The head in bfloat16 and its float32 gradient, the final activations, a chunk of logits.
+    assert found.head == 32000 * 4096 * (2 + 4) + block_input + 16 * 128 * 32000 * 4
+    assert found.total == found.inputs + found.weights + found.kept + found.stacked + found.layer
+    # Two microbatches: the gradient of the first is kept, and half of the activations.
+    two = known("llama2_7b_v4-32", "--trainer.per_device_parallelism=8")
+    assert two.accumulated == found.gradients and two.kept == found.kept // 2
     # Sent to host memory, or recomputed from the beginning, none of them is kept; queries of every layer are by name.
     for policy in ("offload", "recompute"):
         assert known("llama2_7b_v4-32", f"--model.gradient_checkpointing={policy}").kept == 0
@@ -113,25 +124,25 @@ def test_without_the_compiler_what_is_known_refuses():
     assert "(score; not compiled)" in long.headline
     published = asked("llama_0.78b_64k_as_published")
     assert published.exit_code == 3
-    assert published.headline == "does not fit: at least 39.22 GiB > 31.25 GiB (train_step; not compiled)"
+    assert published.headline == "does not fit: at least 40.86 GiB > 31.25 GiB (train_step; not compiled)"
     (verdict,) = [program for program in published.programs if program.name == "train_step"]
     assert verdict.why_not[0].startswith(
-        "train_step needs at least 39.22 GiB on a chip, 7.97 GiB more than its 31.25 GiB: 8.72 GiB of inputs + "
-        "22.50 GiB of kept activations + 8.00 GiB of the largest activation (not compiled: without gathered weights"
+        "train_step needs at least 40.86 GiB on a chip, 9.61 GiB more than its 31.25 GiB: 8.72 GiB of inputs + "
+        "1.27 GiB of weights in the compute dtype + 22.50 GiB of kept activations + 8.38 GiB of the head "
+        "(not compiled: without kernels'"
     )
-    assert verdict.why_not[-1].startswith("would fit: trainer: {")
-    assert "not compiled: without gathered weights" in verdict.why_not[-1]
+    assert verdict.why_not[-1].startswith("may fit: trainer: {")
+    assert "× their bound when compiled" in verdict.why_not[-1]
 
 
-def test_rows_that_would_fit_leave_room_for_all_of_a_layer():
+def test_many_rows_need_more_than_their_block_inputs():
     """64 rows a chip of Llama 2 7B on v4-32, for which the compiler needs 34.78 of 30.75 GiB.
 
-    Known are 4.7 of inputs, 16 of block inputs and 1.6 of gradients, which 0.8 of a chip would hold; with what has a
-    name in a layer it does not.
+    4.7 of inputs, 16 of block inputs, 1.6 of gradients, and most of the rest in the backward pass of a layer.
     """
     found = known("llama2_7b_v4-32", "--trainer.train_batch_size=4096", "--trainer.per_device_parallelism=64")
     assert found.kept == 32 * 64 * 1024 * 4096 * 2
-    assert found.total < 0.8 * 30.75 * GIB < found.likely < 30.75 * GIB
+    assert 0.8 * 34.78 * GIB < found.total < 34.78 * GIB
 
 
 def test_a_mesh_that_cuts_the_batch_less_often_comes_with_its_rows():
@@ -139,16 +150,16 @@ def test_a_mesh_that_cuts_the_batch_less_often_comes_with_its_rows():
     batch, for which the compiler needs 167.67 GiB."""
     refused = asked("llama2_7b_v4-32", "--trainer.train_batch_size=4096")
     (verdict,) = [program for program in refused.programs if program.name == "train_step"]
-    assert refused.exit_code == 3 and verdict.why_not[-1].startswith("would fit: trainer: {")
+    assert refused.exit_code == 3 and verdict.why_not[-1].startswith("may fit: trainer: {")
     assert "per_device_parallelism: " in verdict.why_not[-1], verdict.why_not
 
 
 def test_what_fits_by_what_is_known_is_not_compiled_and_what_is_not_known_is_not_decided():
     fits = asked("llama2_7b_v4-32")
     assert fits.exit_code == 0
-    assert fits.headline == "not compiled: at least 10.28 of 30.75 GiB a chip"
+    assert fits.headline == "not compiled: at least 12.51 of 30.75 GiB a chip"
     (stage,) = [stage for stage in fits.stages if stage.name == "compile"]
-    assert "not counted: gathered weights" in stage.message
+    assert "not counted: kernels'" in stage.message
     # Nobody says what a device has.
     local = asked("nano_v4-8", target="local")
     assert local.exit_code == NOT_DECIDED == 6

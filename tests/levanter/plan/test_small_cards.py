@@ -44,13 +44,13 @@ def pasted(line: str) -> tuple[str, ...]:
 
 
 def test_adapters_on_a_24_gb_card():
-    """8B in bf16 leaves no room on an L4; recomputed blocks just might, and an int8 base does."""
+    """8B in bf16 leaves no room on an L4, not even with recomputed blocks; an int8 base does."""
     plan = described(*LORA, "l4x1")
     limit = plan.target.hbm_bytes or 0
     assert limit == round(0.75 * (23034 << 20)) and needed(plan) > limit
     layout, int8 = explain_oom(None, plan, hbm_budget(plan), program="train_step")[-2:]
-    assert "might fit: model: {gradient_checkpointing: true}" in layout
-    assert needed(described(*LORA, "l4x1", *pasted(layout))) <= limit
+    assert layout.startswith("none of the changes tried fits; there is one chip")
+    assert needed(described(*LORA, "l4x1", "--model.gradient_checkpointing=true")) > limit
     # Projections by hand: attention 2 × 4096² + 2 × 4096 × 1024, MLP 3 × 4096 × 14336, 32 times, and a head of 128,256.
     projections = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
     assert f"take {projections / GIB:.2f} GiB less" in int8
@@ -62,7 +62,7 @@ def test_adapters_on_a_24_gb_card():
     # With an int8 base only the layout is left to change.
     quantized = described(*LORA, "l4x1", "--lora.base_dtype=int8")
     (*_, last) = explain_oom(None, quantized, hbm_budget(quantized), program="train_step")
-    assert last.startswith("would fit: model: {gradient_checkpointing: true}")
+    assert last.startswith("may fit: model: {gradient_checkpointing: true}")
 
 
 def test_a_server_on_a_24_gb_card(tmp_path):

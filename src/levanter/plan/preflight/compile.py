@@ -53,6 +53,10 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
         _without_compiler(inquiry, plan, chosen, "not requested (--no-compile)", pod=pod, status="skipped")
         return {}
 
+    # Where a Program needs more than a chip has by its lower bound, the run is refused: nothing else is compiled.
+    if refused := _certainly_refused(plan, chosen):
+        inquiry.progress(f"{refused} does not fit by its lower bound: only it is compiled")
+        chosen = (refused,)
     inquiry.begin(f"starting the compiler of {target} for {', '.join(chosen)}")
 
     def report_progress(event: Mapping[str, Any]) -> None:
@@ -151,6 +155,16 @@ def _without_compiler(
         f"{why}; {name} needs at least {format_of_limit(known.total, limit)} ({known}); {lacking}",
         status=status,
     )
+
+
+def _certainly_refused(plan: RunPlan, names: Sequence[str]) -> str | None:
+    """The Program that needs most bytes, where its lower bound exceeds a chip; None where none does."""
+    limit = plan.target.hbm_bytes
+    if limit is None or plan.errors or len(names) < 2:
+        return None
+    name, known = _neediest(plan, names, limit)
+    # One Program suffices: minutes for initialization and saving would not change the verdict.
+    return name if known.total > limit else None
 
 
 def _neediest(plan: RunPlan, names: Sequence[str], limit: int) -> tuple[str, HbmLowerBound]:

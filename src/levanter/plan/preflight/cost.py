@@ -1,7 +1,7 @@
 """The cost stage of preflight: times of the run's Programs, and explanations for those that do not fit."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from haliax_ext.hlo import OutOfMemory
@@ -19,8 +19,10 @@ from levanter.plan.calibration import (
 from levanter.plan.comms import Network
 from levanter.plan.compile_selection import coresident_bytes, exceeds_hbm, known_to_fit
 from levanter.plan.hbm_budget import Budget
+from levanter.plan.layout_memory import LayoutSubject
 from levanter.plan.offload import offloaded_activations
-from levanter.plan.oom_report import decode_cost, explain_oom
+from levanter.plan.oom_report import decode_cost, explain_oom, suggest_by_arithmetic
+from levanter.plan.preflight.advice import Advisor
 from levanter.plan.preflight.state import Inquiry
 from levanter.plan.roofline import estimated_time
 from levanter.plan.step_time_model import StepTime, mfu, step_time
@@ -40,7 +42,7 @@ def cost_stage(
     workloads = {workload.program: workload for workload in plan.workloads}
     coresident = coresident_bytes(plan)
     bounded = known_to_fit(plan, inquiry.question.scope) if outcomes else {}
-    verdicts = []
+    verdicts: list[ProgramVerdict] = []
     for program in plan.programs:
         outcome = outcomes.get(program.name)
         # Programs of loading and saving appear only where they were compiled or are bounded by arithmetic.
@@ -58,10 +60,11 @@ def cost_stage(
             workload=workload,
             offloaded=offloaded,
         )
+        suggest = _advice(inquiry, pod, program.name, explained=any(verdict.why_not for verdict in verdicts))
         if isinstance(outcome, Refused):
-            verdict = replace(verdict, why_not=explain_oom(outcome, plan, budget))
+            verdict = replace(verdict, why_not=explain_oom(outcome, plan, budget, suggest=suggest))
         elif outcome is None:
-            verdict = replace(verdict, why_not=explain_oom(None, plan, budget, program=program.name))
+            verdict = replace(verdict, why_not=explain_oom(None, plan, budget, program=program.name, suggest=suggest))
             if pod is not None and pod.generation.platform == "gpu" and not plan.errors:
                 verdict = _estimated(verdict, plan, pod)
         else:
@@ -69,7 +72,8 @@ def cost_stage(
             if exceeds_hbm(plan, outcome):
                 limit, most = plan.target.limit_bytes or 0, outcome.peak_bytes + others
                 needed = OutOfMemory(needed=most, available=limit, allocations=(), message="")
-                verdict = replace(verdict, why_not=explain_oom(needed, plan, budget, program=program.name))
+                lines = explain_oom(needed, plan, budget, program=program.name, suggest=suggest)
+                verdict = replace(verdict, why_not=lines)
             # Programs without a workload run once, and their time is negligible.
             if pod is not None and (workload is not None or not workloads):
                 verdict = _timed(verdict, outcome, pod, plan)
@@ -81,6 +85,15 @@ def cost_stage(
         why = _why_no_time(outcomes)
         inquiry.end("cost", why, status="skipped")
     return tuple(verdicts)
+
+
+def _advice(
+    inquiry: Inquiry, pod: Accelerator | None, program: str, *, explained: bool
+) -> Callable[[LayoutSubject], Sequence[str]]:
+    """How suggestions for a Program are made: compiled for the first one that does not fit, else by arithmetic."""
+    if pod is None or explained:
+        return suggest_by_arithmetic
+    return Advisor(inquiry=inquiry, pod=pod, program=program)
 
 
 def time_basis(programs: Sequence[ProgramVerdict]) -> str:

@@ -37,6 +37,8 @@ class Question:
         require_inputs: whether a missing input is an error.
         keep_text: a folder in which the compiler's text is written and stays.
         kept: the cache of compiler results; None to compile every Program.
+        varied: the question of the same run with more words on its command line, for advice on a run that does not
+            fit; None where the run has no command line. Raises a `ValueError` for wrong words.
     """
 
     target: str
@@ -49,6 +51,7 @@ class Question:
     require_inputs: bool = False
     keep_text: Path | None = None
     kept: CompileCache | None = None
+    varied: "Callable[[tuple[str, ...]], Question] | None" = None
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from haliax_ext.errors import gib
-from levanter.plan.search.search import SearchResult, seconds_per_token
+from levanter.plan.search.search import SearchResult, Tried, seconds_per_token
 from levanter.plan.verdict import ProgramVerdict
 
 
@@ -20,6 +20,12 @@ def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
         f"search on {target}: {result.considered} layouts divide, {result.fitting} fit by arithmetic, "
         f"{len(result.compiled)} compiled; speeds are of what was compiled, over all chips (modelled, not measured)"
     ]
+    if result.ranked:
+        lines = [
+            f"search on {target}: {result.considered} layouts divide, {result.fitting} may fit by arithmetic; nothing "
+            "was compiled: arithmetic ranks them, and bytes and speeds are estimates"
+        ]
+        lines += [f"  {tried.candidate}: {_estimated(tried)}" for tried in result.ranked]
     lines += [f"  {tried.candidate}: {_compiled(tried.verdict)}" for tried in result.compiled]
     if result.configured is not None:
         lines.append(f"  as configured: {_compiled(result.configured)}")
@@ -36,11 +42,16 @@ def render(result: SearchResult, *, target: str, keys: Mapping[str, Any] | None 
     if result.configured_is_best:
         lines += ["", "none of them is faster than the layout as configured; the best of them, to paste:", ""]
     else:
-        lines += ["", "best; to paste:", ""]
+        lines += ["", "best by arithmetic; to paste:" if result.ranked else "best; to paste:", ""]
     lines += [f"    {line}" for line in result.fragment(dict(keys or {})).splitlines()]
     lines += ["", "why not its neighbours:"]
     lines += [f"  {n.change}: {n.why_not}" for n in result.neighbours]
     return "\n".join(lines)
+
+
+def _estimated(tried: Tried) -> str:
+    price = tried.estimate
+    return f"about {gib(price.total_bytes)}, {1 / price.seconds_per_token:,.0f} tokens/s"
 
 
 def _compiled(verdict: ProgramVerdict | None) -> str:
@@ -69,6 +80,15 @@ def search_to_json(result: SearchResult, *, target: str, keys: Mapping[str, Any]
                 "seconds_per_token": tried.seconds_per_token,
             }
             for tried in result.compiled
+        ],
+        "by_arithmetic": [
+            {
+                "layout": str(tried.candidate),
+                "mesh": tried.candidate.mesh_options(result.overrides),
+                "bytes": tried.estimate.total_bytes,
+                "seconds_per_token": tried.estimate.seconds_per_token,
+            }
+            for tried in result.ranked
         ],
         "as_configured": None if result.configured is None else _verdict_values(result.configured),
         "as_configured_is_best": result.configured_is_best,

@@ -20,6 +20,8 @@ from levanter.plan.search.estimate import Estimate, SearchSubject, estimate
 from levanter.plan.verdict import ProgramVerdict
 
 COMPILED = 3
+LISTED = 5
+"""Layouts that are listed where there is no compiler."""
 WORTH_A_LOOK = 1.5
 """How many times longer, by arithmetic, the best of another kind may take and still be compiled: a model of 1.4 B
 parameters on v6e-8 was 1.5 times faster with replicated parameters, which are as fast by arithmetic."""
@@ -65,6 +67,7 @@ class SearchResult:
     Attributes:
         best: the winner; `None` where nothing fits.
         compiled: the compiled layouts, best first.
+        ranked: without a compiler, the best layouts by arithmetic, best first; empty with one.
         neighbours: layouts that differ from the winner in one property.
         considered: the number of candidates whose sizes divide.
         fitting: the number of them that fit by arithmetic.
@@ -78,6 +81,7 @@ class SearchResult:
     neighbours: tuple[Neighbour, ...]
     considered: int
     fitting: int
+    ranked: tuple[Tried, ...] = ()
     closest: Tried | None = None
     configured: ProgramVerdict | None = None
     overrides: Overrides = field(default_factory=dict)
@@ -110,7 +114,7 @@ def search(
     subject: SearchSubject,
     pod: Accelerator,
     *,
-    compile_candidate: Callable[[Candidate], ProgramVerdict],
+    compile_candidate: Callable[[Candidate], ProgramVerdict] | None,
     ahead: Callable[[Sequence[Candidate]], None] = lambda _: None,
     compiled: int = COMPILED,
     configured: ProgramVerdict | None = None,
@@ -121,7 +125,8 @@ def search(
     Args:
         subject: the run.
         pod: the target.
-        compile_candidate: compiles the run's main Program for a candidate.
+        compile_candidate: compiles the run's main Program for a candidate; None where there is no compiler, so that
+            arithmetic alone ranks.
         ahead: receives the candidates that will be compiled next, so that they may be compiled in parallel.
         compiled: the number of layouts to compile; refused ones do not count.
         configured: the verdict of the configured layout.
@@ -139,6 +144,8 @@ def search(
     priced = [Tried(candidate=c, estimate=estimate(c, subject, pod)) for c in listed]
     fitting = sorted((t for t in priced if t.estimate.fits(pod.hbm_bytes)), key=_rank)
     say(f"{len(listed)} layouts divide, {len(fitting)} fit by arithmetic")
+    if compile_candidate is None:
+        return _by_arithmetic(subject, pod, priced, fitting, configured)
     tried: list[Tried] = []
 
     def attempt(ones: Sequence[Tried], enough: int) -> None:
@@ -179,6 +186,32 @@ def search(
         considered=len(listed),
         fitting=len(fitting),
         closest=None if winner else min(priced, key=_needs, default=None),
+        configured=configured,
+        overrides=subject.overrides,
+    )
+
+
+def _by_arithmetic(
+    subject: SearchSubject,
+    pod: Accelerator,
+    priced: Sequence[Tried],
+    fitting: Sequence[Tried],
+    configured: ProgramVerdict | None,
+) -> SearchResult:
+    """The result without a compiler: the best layouts by arithmetic, each with its best number of rows."""
+    distinct: dict[Candidate, Tried] = {}
+    for one in fitting:
+        # `fitting` is in order of rank, so a layout comes with its best number of rows first.
+        distinct.setdefault(_layout(one.candidate), one)
+    best = next(iter(distinct.values()), None)
+    return SearchResult(
+        best=best,
+        compiled=(),
+        neighbours=() if best is None else tuple(_neighbours(best, priced, (), pod)),
+        considered=len(priced),
+        fitting=len(fitting),
+        ranked=tuple(distinct.values())[:LISTED],
+        closest=None if best else min(priced, key=_needs, default=None),
         configured=configured,
         overrides=subject.overrides,
     )

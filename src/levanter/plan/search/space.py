@@ -16,6 +16,7 @@ from levanter.mesh.config import DEFAULT_AXES
 from levanter.plan.aot import CompileRequest, compile_ahead
 from levanter.plan.compile_cache import CompileCache
 from levanter.plan.compile_pool import scratch_folder
+from levanter.plan.compilers import has_compiler
 from levanter.plan.decode_roofline import DecodeLoad, serving_report
 from levanter.plan.oom_report import decode_cost
 from levanter.plan.preflight.pipeline import preflight
@@ -169,8 +170,14 @@ def search_layouts(
         cache = question.kept or CompileCache(folder=scratch)
         with_cache = dataclasses.replace(question, kept=cache)
         compiler = LayoutCompiler(question=with_cache, config=config, describe=describe, plan=plan, say=say)
+        compiles = question.compile and has_compiler(pod)
         return search(
-            subject, pod, compile_candidate=compiler, ahead=compiler.ahead, configured=configured, on_event=say
+            subject,
+            pod,
+            compile_candidate=compiler if compiles else None,
+            ahead=compiler.ahead,
+            configured=configured,
+            on_event=say,
         )
 
 
@@ -256,7 +263,7 @@ def search_run_decode(run: LayoutCompiler, pod: Accelerator) -> Searched:
         pod,
         goal,
         limit=limit,
-        compile_layout=compiled if question.compile else None,
+        compile_layout=compiled if question.compile and has_compiler(pod) else None,
         overrides=run.config.trainer.mesh.overrides,
     )
     return Searched(

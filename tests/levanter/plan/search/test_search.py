@@ -215,6 +215,18 @@ def test_nothing_fits():
     assert result.closest.estimate.argument_bytes > 94 * GIB
 
 
+def test_without_a_compiler_arithmetic_ranks_and_the_report_says_so():
+    subject, pod = subject_of(LLAMA_8B, positions=4096, global_batch=64), parse_accelerator("h100x16")
+    result = search(subject, pod, compile_candidate=None)
+    assert result.best is not None and not result.compiled and len(result.ranked) > 1
+    seconds = [tried.estimate.seconds_per_token for tried in result.ranked]
+    assert result.best == result.ranked[0] and seconds == sorted(seconds)
+    assert all(tried.estimate.fits(pod.hbm_bytes) for tried in result.ranked)
+    text = render(result, target="h100x16")
+    assert "nothing was compiled: arithmetic ranks them" in text and "best by arithmetic; to paste:" in text
+    assert len(search_to_json(result, target="h100x16")["by_arithmetic"]) == len(result.ranked)
+
+
 def test_parameters_are_cut_over_all_of_the_batch_a_part_of_it_or_none():
     subject, pod = subject_of(LLAMA_8B, positions=4096, global_batch=64), parse_accelerator("v6e-64")
     found = candidates(subject.axes.sizes, tensor_axes=TENSOR_AXES, devices=64, global_batch=64)
