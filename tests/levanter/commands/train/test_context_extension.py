@@ -157,7 +157,7 @@ def test_rows_beyond_the_context_without_a_stretch(folder, tmp_path):
     [
         ({"theta": 10000.0}, "model.rope.theta is 10000.0, the checkpoint's is 5000.0"),
         ({"original_max_position_embeddings": 64}, "original_max_position_embeddings is 64, the checkpoint's is 48"),
-        ({"original_max_position_embeddings": 64, "theta": 1.0}, "leave them out: they are the checkpoint's"),
+        ({"original_max_position_embeddings": 64, "theta": 2.0}, "leave them out: they are the checkpoint's"),
     ],
 )
 def test_a_stretch_of_another_model_is_refused(folder, tmp_path, rope, said):
