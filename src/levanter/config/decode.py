@@ -17,7 +17,7 @@ import draccus
 
 from levanter.base.input_limits import HINTS
 from levanter.config.durations import parse_duration
-from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean, nearest
+from levanter.config.errors import COMMAND_LINE, Mark, Problem, did_you_mean, nearest, same_key
 from levanter.config.schema import (
     TYPE_KEY,
     Annotation,
@@ -44,8 +44,6 @@ class _Invalid:
         return "INVALID"
 
 
-SAME: Mapping[str, str] = {"hf_checkpoint": "initialize_from_hf", "initialize_from_hf": "hf_checkpoint"}
-"""Keys that have one name in some commands and another name in others."""
 LONGEST_TEXT = 200
 """Characters of a value that are shown."""
 INVALID: Final = _Invalid()
@@ -202,12 +200,12 @@ class Decoder:
         others = [name for name, cls in choices.items() if entry.key in config_fields(cls)]
         vocabulary = {*known, *self.old_keys(path)} - {entry.key}
         hint = f"; it is a key of {TYPE_KEY}: {' or '.join(others[:3])}" if others else ""
+        # A known name of the same thing says more than a key of another block or a similar word.
+        hint = hint or same_key(entry.key, known)
         # A key of another block is misplaced: similar names in this block would be a misleading hint.
         other_paths = [p for p in key_paths(self.root).get(entry.key, ()) if p != ".".join((*path, entry.key))]
         if not hint and other_paths:
             hint = f"; it belongs at {' or '.join(f'`{p}`' for p in other_paths[:3])}"
-        if not hint and SAME.get(entry.key) in known:
-            hint = f"; here it is `{SAME[entry.key]}`"
         similar = () if hint else nearest(entry.key, vocabulary)
         hint = hint or did_you_mean(entry.key, vocabulary)
         if not hint:

@@ -6,7 +6,7 @@ are collected over the whole document and raised together, because a user who fi
 for each of them. `docs/errors.md` shows a sample of each kind.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from heapq import nsmallest
@@ -112,6 +112,23 @@ def unknown_names(names: Iterable[str], known: Iterable[str], what: str) -> list
     lines = [f"{name[:KEY_CHARACTERS]}: {what}{did_you_mean(name, known)}" for name in listed]
     more = len(names) - len(listed)
     return [*lines, f"{more:,} further names: {what}"] if more else lines
+
+
+SAME_KEYS: Mapping[str, str] = {
+    "hf_checkpoint": "initialize_from_hf",
+    "initialize_from_hf": "hf_checkpoint",
+    "batch_size": "train_batch_size",
+    "max_tune_length": "train_seq_len",
+    "train_split": "splits",
+    "validation_split": "splits",
+}
+"""Keys of some commands and scripts → the key of the same thing where it has another name."""
+
+
+def same_key(word: str, known: Iterable[str]) -> str:
+    """`; here it is …`, if a known key is another name of the same thing; otherwise an empty text."""
+    name = SAME_KEYS.get(word)
+    return f"; here it is `{name}`" if name is not None and name in set(known) else ""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

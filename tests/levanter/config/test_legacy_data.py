@@ -6,7 +6,7 @@ import pytest
 
 from levanter.commands.tokenize.cache_dataset import CacheDatasetConfig
 from levanter.commands.train.config import TrainLmConfig
-from levanter.config import ConfigError, parse_text
+from levanter.config import ConfigError, load, parse_text
 from levanter.config.errors import Problem
 from levanter.config.upstream import translate, translate_plain
 from levanter.config.yaml_nodes import MapNode, compose
@@ -268,3 +268,82 @@ def test_what_happens_to_long_conversations_has_the_name_of_a_newer_upstream():
         parse_text(
             TrainLmConfig, "data: {components: {a: {format: {type: chat, slice_strategy: drop, overlength: left}}}}"
         )
+
+
+FILE_AND_COMMAND_LINE = [
+    # A file's block, words of the command line, the sets, and what is ignored.
+    ("id: a/b, splits: [x]", ["--data.train_urls", "[t.jsonl]"], {"train": ["t.jsonl"]}, ["id", "splits"]),
+    ("train_urls: [f.jsonl], validation_urls: [v.jsonl]", ["--data.id", "a/b"], {"train": "a/b"}, 2),
+    ("train_urls: [f.jsonl]", ["--data.train_urls", "[t.jsonl]"], {"train": ["t.jsonl"]}, 0),
+    (
+        "configs: {a: {train_urls: [f.jsonl]}}, train_weights: {a: 1}",
+        ["--data.train_urls", "[t.jsonl]"],
+        {"train": ["t.jsonl"]},
+        ["configs", "train_weights"],
+    ),
+    (
+        "components: {a: {source: {train_urls: [f.jsonl]}}}, train_weights: {a: 1}",
+        ["--data.id", "c/d"],
+        {"train": "c/d"},
+        ["components", "train_weights"],
+    ),
+    (
+        "train_urls: [f.jsonl]",
+        ["--data.components.w.source.train_urls", "[t.jsonl]"],
+        {"w": ["t.jsonl"]},
+        ["train_urls"],
+    ),
+    (
+        "components: {a: {source: {type: hf, id: a/b}}, k: {source: {type: hf, id: k/k}}}",
+        ["--data.components.a.source.train_urls", "[t.jsonl]"],
+        {"a": ["t.jsonl"], "k": "k/k"},
+        ["source.id", "source.type"],
+    ),
+    (
+        "components: {a: {source: {train_urls: [f.jsonl]}}}",
+        ["--data.components.a.source.id", "c/d"],
+        {"a": "c/d"},
+        ["source.train_urls"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("block", "words", "sets", "ignored"), FILE_AND_COMMAND_LINE)
+def test_the_command_line_wins_where_both_name_a_source(block, words, sets, ignored, tmp_path, caplog):
+    path = tmp_path / "file.yaml"
+    path.write_text(f"data: {{{block}}}\n")
+    config = load(TrainLmConfig, ["--config_path", str(path), *words])
+    found = {
+        name: component.source.id if hasattr(component.source, "id") else component.source.train_urls
+        for name, component in config.data.components.items()
+    }
+    assert found == sets
+    notes = [line for line in caplog.messages if "is ignored: the command line names another source" in line]
+    assert len(notes) == (ignored if isinstance(ignored, int) else len(ignored))
+    for key in () if isinstance(ignored, int) else ignored:
+        assert any(f"{key} is ignored" in line for line in notes), (key, notes)
+
+
+def test_two_sources_in_one_file_still_contradict_each_other(tmp_path):
+    path = tmp_path / "file.yaml"
+    path.write_text("data: {id: a/b, train_urls: [t.jsonl]}\n")
+    with pytest.raises(ConfigError, match=r"contradicts `data\.id`"):
+        load(TrainLmConfig, ["--config_path", str(path), "--data.shuffle", "false"])
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("trainer: {batch_size: 4}", "trainer.batch_size: unknown key; here it is `train_batch_size`"),
+        ("max_tune_length: 5", "max_tune_length: unknown key; here it is `train_seq_len`"),
+        ("data: {configs: {a: {id: x, train_split: y}}}", "a.train_split: unknown key; here it is `splits`"),
+        (
+            "data: {components: {a: {source: {type: hf, id: x, validation_split: y}}}}",
+            "validation_split: unknown key; here it is `splits`",
+        ),
+    ],
+)
+def test_hints_name_the_key_of_the_same_thing(text: str, hint: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_text(TrainLmConfig, text)
+    assert hint in str(caught.value)

@@ -89,8 +89,10 @@ def describe(config: SampleLmConfig, target: Target, *, written: ExplicitKeys | 
     planned = generation.describe(config.generating(written), target, written=written)
     # Prompts come from the config and texts go to the terminal, so there are no files.
     checks = [check for check in planned.checks if check.name not in ("input_path", "output_path")]
-    requests = tuple(_requests(config, planned.work.pretrained))
-    checks += _prompt_checks(requests, planned.work)
+    # A plan may have to do without the tokenizer; the check of it says so, and a run is refused.
+    known = planned.work.pretrained.local_tokenizer is not None
+    requests = tuple(_requests(config, planned.work.pretrained)) if known else ()
+    checks += _prompt_checks(requests, planned.work) if known or not config.texts else ()
     notes = _notes(config, written, planned.work.serving)
     checks += [Check(name="keys", status="note", message=message) for message in notes]
     work = SampleWork(config=config, generate=planned.work, requests=requests)

@@ -16,6 +16,7 @@ from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.compat.hf.config_bridge import check_model_block, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
+from levanter.compat.hf.known_configs import known_config
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import hf_config, int8_format, load_tokenizer, open_checkpoint
@@ -162,7 +163,7 @@ def resolve_source(
         # Files that exist but cannot be assembled are an error even in a plan.
         if _has_weight_files(reference):
             raise
-        return _source_without_weights(reference, model, error, block_is_whole)
+        return _source_without_weights(reference, model, error, block_is_whole, block_yields=block_yields)
     architecture, replaced = None, []
     if block_yields and model is not None:
         architecture, replaced = merge_with_checkpoint_priority(model, checkpoint.config, where=checkpoint.where)
@@ -254,27 +255,35 @@ def _has_weight_files(reference: str) -> bool:
 
 
 def _source_without_weights(
-    reference: str, model: ModelBlock | None, error: CheckpointError, block_is_whole: bool
+    reference: str, model: ModelBlock | None, error: CheckpointError, block_is_whole: bool, *, block_yields: bool
 ) -> ModelSource:
     # Weights are absent: the config alone still defines all shapes.
+    where = f"{reference}/config.json"
     try:
         document = hf_config(reference)
     except (UnreachableError, MissingCheckpointFileError):
-        return source_from_block(reference, model, error, block_is_whole=block_is_whole)
-    where = f"{reference}/config.json"
+        known = known_config(reference)
+        if known is None:
+            return source_from_block(reference, model, error, block_is_whole=block_is_whole)
+        document, where = known, f"the known config.json of {reference}"
     # The quantization entry of the document is separated, since the config bridge does not know it.
     document, int8 = int8_format(document, where=where)
     bridged = read_config(document, where=where)
     stored = _stored(document)
+    architecture, replaced = None, []
+    if block_yields and model is not None:
+        architecture, replaced = merge_with_checkpoint_priority(model, bridged.config, where=where)
     return ModelSource(
         reference=reference,
         checkpoint=None,
-        architecture=merge_architecture(model, bridged.config, where=where, block_is_whole=block_is_whole),
+        architecture=architecture
+        or merge_architecture(model, bridged.config, where=where, block_is_whole=block_is_whole),
         description=f"{where} ({bridged.kind.model_type}, without its weights)",
         stored=stored,
         checks=(
             Check(name="model", status="ok", message=f"{where} ({bridged.kind.model_type})"),
             *(Check(name="model", status="note", message=str(finding)) for finding in bridged.findings),
+            *replaced,
             _unavailable_check(error, stored),
         ),
         is_int8=_none if int8 is None else int8.covers,

@@ -216,6 +216,19 @@ def profiler_checks(profiler: ProfilerConfig, target: Target) -> list[Check]:
     return [Check(name="profiler", status="error", message=str(error), error=error)]
 
 
+def needs_blockwise(optimizer: OptimizerConfig, written: LmConfig, model: LmConfig) -> bool:
+    """Whether attention must run in blocks, because the kernel that was chosen automatically has one derivative only.
+
+    Args:
+        optimizer: the run's.
+        written: the model as configured.
+        model: with the choices for its platform made.
+    """
+    requested = getattr(written, "attn_backend", None)
+    # A kernel that the user names is not replaced; `refuse_kernels` refuses it.
+    return optimizer.curvature is not None and requested in (None, "default") and model.attn_backend in KERNELS
+
+
 def refuse_kernels(optimizer: OptimizerConfig, model: LmConfig) -> None:
     """Refuses an optimizer that needs curvature from a model whose attention cannot be differentiated twice.
 

@@ -13,7 +13,7 @@ from levanter.commands.model.quantization import QuantizationError
 from levanter.commands.model.sharding import resolve_mesh
 from levanter.commands.model.source import ModelBlock, ModelSource, find_tokenizer, resolve_source, vocabulary
 from levanter.commands.model.unsupported import unsupported_option_checks
-from levanter.commands.train.checks import attempted, refuse_all, refuse_kernels
+from levanter.commands.train.checks import attempted, needs_blockwise, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.context_extension import context_checks, length_checks, resolve_context_stage
 from levanter.commands.train.task import TrainingTask
@@ -79,7 +79,15 @@ def resolve_training_config(task: TrainingTask, target: Target, written: Explici
     model, reasons = architecture.for_platform(
         target.platform, compute_dtype=precision.compute, length=config.positions, sequence_shards=resolved.query_ways
     )
-    # Kernels are known only after `for_platform`, so this check cannot come earlier.
+    # Kernels are known only after `for_platform`, so this cannot come earlier.
+    if needs_blockwise(config.optimizer, architecture, model):
+        model, reasons = replace(architecture, attn_backend="blockwise").for_platform(
+            target.platform,
+            compute_dtype=precision.compute,
+            length=config.positions,
+            sequence_shards=resolved.query_ways,
+        )
+        reasons = (*reasons, "attention in blocks, because the optimizer differentiates the loss twice")
     refuse_kernels(config.optimizer, model)
     checks += splash_position_checks(model, resolved, positions=config.positions)
     # A run that never evaluates needs no compiler options for scoring.

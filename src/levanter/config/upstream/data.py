@@ -5,7 +5,9 @@ mixture (`configs:` with weights). The new one has components, each with a sourc
 shuffle by default; the new one does, so `shuffle: false` is written explicitly.
 """
 
-from levanter.config.errors import did_you_mean
+from collections.abc import Mapping
+
+from levanter.config.errors import COMMAND_LINE, did_you_mean, same_key
 from levanter.config.upstream.changes import Change, Draft, Keys, OldKey, inline
 from levanter.config.yaml_nodes import Entry, MapNode, Node, Scalar, from_plain, to_plain
 
@@ -100,9 +102,68 @@ def _flat(draft: Draft) -> None:
         draft.changes.append(change)
 
 
+_SOURCES: Mapping[str, Keys] = {
+    "files": _URL_KEYS,
+    "hub": _HF_KEYS,
+    "configs": ("configs",),
+    "components": ("components",),
+}
+"""The ways to name sources in `data:`, and their keys."""
+_BY_NAME = ("train_weights", "max_train_batches", "num_validation_sequences")
+"""Keys whose values name the sets of a mixture."""
+
+
+def _prefer_command_line(draft: Draft) -> None:
+    """Removes the sources of files where the command line names a source in another way."""
+    _prefer(draft, DATA, _SOURCES)
+    components = draft.block((*DATA, "components"))
+    for name in components.keys if components is not None else ():
+        path = (*DATA, "components", name, "source")
+        # The type of a source follows from its keys, so that of the file goes with them.
+        by = _prefer(draft, path, {"files": _URL_KEYS, "hub": (*_HF_KEYS, "revision", "type")})
+        if by is not None and by.key in _HF_KEYS and draft.entry((*path, "type")) is None:
+            draft.set((*path, "type"), "hf", old=by.key, mark=by.mark)
+
+
+def _prefer(draft: Draft, path: Keys, kinds: Mapping[str, Keys]) -> Entry | None:
+    """Removes the sources of files below a path; the entry of the command line that names another one."""
+    block = draft.block(path)
+    if block is None:
+        return None
+    chosen = {key: kind for kind, keys in kinds.items() for key in keys if _is_typed(block.entry(key))}
+    # Without a source on the command line, or with two, the document is judged as it is.
+    if len(set(chosen.values())) != 1:
+        return None
+    kind, by = next(iter(chosen.values())), ".".join((*path, next(iter(chosen))))
+    rest = [key for other, keys in kinds.items() if other != kind for key in keys if key in block]
+    if kind in ("files", "hub") and {"configs", "components"} & set(rest):
+        # One source has no sets that weights could name.
+        rest += [key for key in _BY_NAME if key in block and not _is_typed(block.entry(key))]
+    for key in rest:
+        entry = block.entry(key)
+        assert entry is not None
+        draft.remove((*path, key))
+        why = f"the command line names another source, {by}"
+        change = Change(
+            key=".".join((*path, key)), was=inline(entry.node), now="", why=why, mark=entry.mark, kind="ignored"
+        )
+        draft.changes.append(change)
+    return block.entry(next(iter(chosen)))
+
+
+def _is_typed(entry: Entry | None) -> bool:
+    """Whether some of an entry is from the command line."""
+    if entry is None:
+        return False
+    if entry.mark.source == COMMAND_LINE:
+        return True
+    return isinstance(entry.node, MapNode) and any(_is_typed(inner) for inner in entry.node)
+
+
 def translate_data(draft: Draft) -> None:
     """Translates the shape of `data:`, whichever of the three old ones it has."""
     _flat(draft)
+    _prefer_command_line(draft)
     block = draft.block(DATA)
     if block is None:
         return
@@ -189,7 +250,8 @@ def _known(draft: Draft, source: MapNode, where: str) -> MapNode:
     keys = (*_URL_KEYS, *_HF_KEYS, *_COMPONENT_KEYS, "cache_dir")
     for entry in source:
         if entry.key not in (*keys, *_SIBLING_KEYS):
-            hint = did_you_mean(entry.key, keys) or f"; valid keys here are {', '.join(keys)}"
+            hint = same_key(entry.key, keys) or did_you_mean(entry.key, keys)
+            hint = hint or f"; valid keys here are {', '.join(keys)}"
             draft.wrong(entry, f"{where}.{entry.key}", f"unknown key{hint}")
             source = source.without(entry.key)
     return source

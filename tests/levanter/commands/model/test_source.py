@@ -129,3 +129,23 @@ def test_a_tokenizer_without_its_weights(tmp_path):
         find_tokenizer(None, origin=origin, size=tokenizer.vocab_size - 1)
     absent, check = find_tokenizer("nobody/nothing", origin=origin, size=None)
     assert absent is None and check.status == "unchecked" and isinstance(check.error, CheckpointError)
+
+
+def test_a_well_known_checkpoint_is_planned_without_a_network():
+    """The block must agree with it, as it must with a config.json that is read."""
+    origin = resolve_source("Qwen/Qwen2.5-0.5B", None)
+    assert origin.checkpoint is None and (origin.architecture.hidden_dim, origin.architecture.vocab_size) == (
+        896,
+        151936,
+    )
+    (absent,) = [check for check in origin.checks if check.status == "unchecked"]
+    assert absent.name == "weights"
+    assert origin.checks[0].message == "the known config.json of Qwen/Qwen2.5-0.5B (qwen2)"
+    longer = resolve_source("Qwen/Qwen2.5-0.5B", block("{type: qwen, max_seq_len: 16}"))
+    assert longer.architecture.max_seq_len == 16
+    wrong = block("{type: qwen, hidden_dim: 1024}")
+    with pytest.raises(ConfigMismatchError, match=r"hidden_dim is 1024, the known config\.json of .* says 896"):
+        resolve_source("Qwen/Qwen2.5-0.5B", wrong)
+    yielding = resolve_source("Qwen/Qwen2.5-0.5B", wrong, block_yields=True)
+    assert yielding.architecture.hidden_dim == 896
+    assert any("the checkpoint's architecture is used instead" in check.message for check in yielding.checks)
