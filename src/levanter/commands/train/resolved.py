@@ -76,19 +76,7 @@ def resolve_training_config(task: TrainingTask, target: Target, written: Explici
     attempted(problems, lambda: check_averaging(trainer.model_averaging, precision))
     refuse_all(checks, problems)
     assert resolved is not None and batches is not None and transformation is not None
-    model, reasons = architecture.for_platform(
-        target.platform, compute_dtype=precision.compute, length=config.positions, sequence_shards=resolved.query_ways
-    )
-    # Kernels are known only after `for_platform`, so this cannot come earlier.
-    if needs_blockwise(config.optimizer, architecture, model):
-        model, reasons = replace(architecture, attn_backend="blockwise").for_platform(
-            target.platform,
-            compute_dtype=precision.compute,
-            length=config.positions,
-            sequence_shards=resolved.query_ways,
-        )
-        reasons = (*reasons, "attention in blocks, because the optimizer differentiates the loss twice")
-    refuse_kernels(config.optimizer, model)
+    model, reasons = _choose_kernels(config, architecture, target, precision, resolved.query_ways)
     checks += splash_position_checks(model, resolved, positions=config.positions)
     # A run that never evaluates needs no compiler options for scoring.
     scores = rows.validation is not None or config.eval_harness is not None
@@ -117,6 +105,28 @@ def resolve_training_config(task: TrainingTask, target: Target, written: Explici
         compiler=compiler,
         checks=(*checks, *vocab_checks),
     )
+
+
+def _choose_kernels(
+    config: TrainLmConfig, architecture: LmConfig, target: Target, precision: Precision, query_ways: int
+) -> tuple[LmConfig, tuple[str, ...]]:
+    """The model with the kernels of its platform, and a line for each choice."""
+
+    def choose(model: LmConfig) -> tuple[LmConfig, tuple[str, ...]]:
+        return model.for_platform(
+            target.platform,
+            compute_dtype=precision.compute,
+            length=config.positions,
+            sequence_shards=query_ways,
+        )
+
+    model, reasons = choose(architecture)
+    # Kernels are known only after `for_platform`, so this cannot come earlier.
+    if needs_blockwise(config.optimizer, architecture, model):
+        model, reasons = choose(replace(architecture, attn_backend="blockwise"))
+        reasons = (*reasons, "attention in blocks, because the optimizer differentiates the loss twice")
+    refuse_kernels(config.optimizer, model)
+    return model, reasons
 
 
 def _vocabulary(config: TrainLmConfig, model: LmConfig) -> tuple[int, Tokenizer | None, tuple[Check, ...]]:

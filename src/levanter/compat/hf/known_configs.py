@@ -14,6 +14,8 @@ from typing import Any
 
 from levanter.compat.hf.refs import RepoRef
 
+# Blocks of keys that the sizes of one family share; a later block overrides keys of the one that it extends.
+# Llama 2 was published in float16, all later ones in bfloat16, which is the default of `known_config`.
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu"}
 _LLAMA_2 = _LLAMA | {"vocab_size": 32_000, "max_position_embeddings": 4096, "rope_theta": 1e4, "torch_dtype": "float16"}
 _LLAMA_3 = _LLAMA | {"vocab_size": 128_256, "max_position_embeddings": 8192, "rope_theta": 5e5}
@@ -27,7 +29,9 @@ def _stretched(factor: float) -> dict[str, Any]:
 
 
 _LLAMA_31, _LLAMA_32 = _stretched(8.0), _stretched(32.0) | {"tie_word_embeddings": True}
+# Llama by its config.json, with the head tied at every size; only the rotary base depends on the size.
 _SMOLLM_2 = _LLAMA | {"vocab_size": 49_152, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+# Version 0.1 alone has a sliding window, and the smaller rotary base; its row says so.
 _MISTRAL = {
     "model_type": "mistral",
     "hidden_act": "silu",
@@ -39,6 +43,8 @@ _MISTRAL = {
     "vocab_size": 32_000,
 }
 _MIXTRAL = _MISTRAL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+# Heads are tied up to 3B; larger ones have more rows, a multiple of 512, than the tokenizer has ids. Lengths differ
+# between base and Instruct: 131,072 positions of the base models from 1.5B on, except 3B.
 _QWEN_25 = {
     "model_type": "qwen2",
     "hidden_act": "silu",
@@ -51,6 +57,7 @@ _QWEN_25 = {
 }
 _QWEN_25_LARGE = _QWEN_25 | {"tie_word_embeddings": False, "vocab_size": 152_064}
 _LONG = {"max_position_embeddings": 131_072}
+# Qwen3 has no biases of attention, norms of queries and keys, and heads of 128 features whatever the width.
 _QWEN_3 = _QWEN_25 | {
     "model_type": "qwen3",
     "head_dim": 128,
@@ -68,6 +75,7 @@ _QWEN_3_MOE = _QWEN_3 | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# `hidden_act` of Gemma 1 says gelu, and transformers computes its tanh form, which `hidden_activation` names.
 _GEMMA = {
     "model_type": "gemma",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -78,6 +86,7 @@ _GEMMA = {
     "max_position_embeddings": 8192,
     "vocab_size": 256_000,
 }
+# Scores are scaled by 256 features at every size but 27B, whose heads have 128 and whose scale is 4608 / 32.
 _GEMMA_2 = _GEMMA | {
     "model_type": "gemma2",
     "attn_logit_softcapping": 50.0,
@@ -86,6 +95,7 @@ _GEMMA_2 = _GEMMA | {
     "sliding_window": 4096,
     "torch_dtype": "float32",
 }
+# Every sixth layer is global, with the base of `rope_theta`; the others see 512 positions, with the local base.
 _GEMMA_3 = _GEMMA | {
     "model_type": "gemma3_text",
     "query_pre_attn_scalar": 256,
@@ -96,6 +106,7 @@ _GEMMA_3 = _GEMMA | {
     "max_position_embeddings": 32_768,
     "vocab_size": 262_144,
 }
+# Stored in float32 at every size; the vocabulary is padded to a multiple of 128.
 _OLMO_2 = {
     "model_type": "olmo2",
     "hidden_act": "silu",
@@ -118,6 +129,7 @@ _PHI_3 = {
     "sliding_window": 2047,
     "vocab_size": 32_064,
 }
+# A Phi-3 by its config.json, with another tokenizer and no window.
 _PHI_4 = _PHI_3 | {
     "rope_theta": 2.5e5,
     "max_position_embeddings": 16_384,
@@ -194,8 +206,11 @@ def known_config(reference: str | RepoRef) -> Mapping[str, Any] | None:
     """The config.json of a checkpoint of the Hub, from the table; None for one that is not in it.
 
     Args:
-        reference: what a config names. Folders and URLs have no entry, whatever they are called.
+        reference: what a config names; of alternatives, the first with an entry. Folders and URLs have none, whatever
+            they are called.
     """
+    if isinstance(reference, str) and "|" in reference:
+        return next(filter(None, map(known_config, reference.split("|"))), None)
     parsed = RepoRef.parse(reference)
     if parsed.kind != "hub" or parsed.file is not None:
         return None

@@ -86,6 +86,7 @@ def test_names_of_the_hub_alone_have_an_entry(tmp_path, monkeypatch):
     assert known_config("Qwen/Qwen2.5-7B-Instruct")["max_position_embeddings"] == 32_768
     for other in ("Qwen/Qwen2.5-7B-GPTQ-Int4", "me/Qwen2.5-7B", "hf://Qwen/Qwen2.5-7B", "./Qwen/Qwen2.5-7B"):
         assert known_config(other) is None, other
+    assert known_config("./nothing | Qwen/Qwen2.5-7B | pypi:a==1/b.gguf") == expected
     # A folder of that name is what is read.
     (tmp_path / "Qwen" / "Qwen2.5-7B").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
