@@ -1,5 +1,7 @@
 """Old shapes of `data:` and `model:`: each becomes components, and what the data room then reads."""
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalSubscript=false, reportArgumentType=false
+
 from typing import Any
 
 import pytest

@@ -16,7 +16,6 @@ from haliax_ext.rules import WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.compat.hf.config_bridge import check_model_block, read_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
-from levanter.compat.hf.known_configs import known_config
 from levanter.compat.hf.locate import locate_first
 from levanter.compat.hf.tokenizer import check_vocabulary
 from levanter.compat.open import hf_config, int8_format, load_tokenizer, open_checkpoint
@@ -262,6 +261,9 @@ def _source_without_weights(
     try:
         document = hf_config(reference)
     except (UnreachableError, MissingCheckpointFileError):
+        # Imported late: a run, whose files are here, needs no table.
+        from levanter.compat.hf.known_configs import known_config
+
         known = known_config(reference)
         if known is None:
             return source_from_block(reference, model, error, block_is_whole=block_is_whole)

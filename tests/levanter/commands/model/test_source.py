@@ -1,5 +1,7 @@
 """What is known of a model whose checkpoint is not here, and that a broken one is not mistaken for an absent one."""
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalSubscript=false, reportArgumentType=false
+
 import json
 
 import numpy as np

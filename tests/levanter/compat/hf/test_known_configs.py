@@ -4,6 +4,8 @@ The numbers are those of the safetensors files on the Hub (of tied heads, the ta
 table: one wrong size changes them.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalSubscript=false, reportArgumentType=false
+
 import haliax as hax
 import jax
 import numpy as np
