@@ -110,7 +110,10 @@ def run_file(path: Path, tests: Path, *, seconds: float) -> list[Outcome]:
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join((*map(str, (tests, HERE, ROOT / "src", ROOT)), os.environ.get("PYTHONPATH", ""))),
+        "PYTHONPATH": os.pathsep.join(
+            # The folder above `tests` first: 2025's conftest imports `tests.test_utils`, 2024's files `test_utils`.
+            (*map(str, (tests.parent, tests, HERE, ROOT / "src", ROOT)), os.environ.get("PYTHONPATH", ""))
+        ),
         "UPSTREAM_OUTCOMES": str(report),
     }
     command = [

@@ -27,7 +27,7 @@ from levanter.data.shuffle import Feistel, subkey
 PERIOD = 1024
 """The number of blocks over which weights are exact."""
 
-StopStrategy = Literal["restart", "first_exhausted", "all_exhausted"]
+StopRule = Literal["restart", "first_exhausted", "all_exhausted"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,7 +160,7 @@ class Mixture:
 
         return block
 
-    def end(self, sizes: Sequence[int], strategy: StopStrategy) -> int | None:
+    def end(self, sizes: Sequence[int], strategy: StopRule) -> int | None:
         """The number of draws until the data ends; None if it never does.
 
         Args:

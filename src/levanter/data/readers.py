@@ -61,7 +61,7 @@ def read_documents(path: str, format: TextLmDatasetFormat) -> Iterator[Document]
         for text, origin in row_texts(path, kind, format.text_key):
             yield Document(text, origin)
         return
-    with _decompressed(path, compression) as file:
+    with open_decompressed(path, compression) as file:
         if kind == "txt":
             yield from (_lines_as_text(path, file) if format.txt_documents == "line" else _whole_file(path, file))
             return
@@ -86,7 +86,7 @@ def read_records(path: str) -> Iterator[tuple[Any, str]]:
     if kind in ROW_KINDS:
         yield from row_records(path, kind)
         return
-    with _decompressed(path, compression) as file:
+    with open_decompressed(path, compression) as file:
         yield from _json_records(path, file, kind)
 
 
@@ -140,7 +140,7 @@ def _compression(path: str, head: bytes, named: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _decompressed(path: str, named: str | None) -> Iterator[IO[bytes]]:
+def open_decompressed(path: str, named: str | None) -> Iterator[IO[bytes]]:
     """The file's bytes, decompressed if they are compressed; damage to the compressed stream becomes a `DataError`."""
     with open_read(path) as raw:
         head = raw.read(_HEAD_BYTES)

@@ -126,7 +126,8 @@ class Affine:
             raise ValueError(f"a linear permutation covers at most {2**32:,} rows, got {self.size:,}; use feistel")
 
     @cached_property
-    def _factors(self) -> tuple[int, int]:
+    def factors(self) -> tuple[int, int]:
+        """`a`, which is prime to the size, and `b`."""
         factor = subkey(self.key, "factor") % self.size
         # The next factor prime to the size; 1 is reached in the worst case.
         while math.gcd(factor, self.size) != 1:
@@ -134,7 +135,7 @@ class Affine:
         return factor, subkey(self.key, "offset") % self.size
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        factor, offset = self._factors
+        factor, offset = self.factors
         size = np.uint64(self.size)
         # Both factors are below 2³², so their product fits into 64 bits.
         product = np.asarray(positions).astype(np.uint64) * np.uint64(factor) % size

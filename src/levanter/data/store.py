@@ -16,7 +16,7 @@ tokenizer, other files, a file cut short) is refused with an error that names th
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -243,6 +243,22 @@ def kvstore(path: str) -> str | dict[str, str]:
     if path.split("://", 1)[0] not in _STORES:
         raise StoreError(f"{path}: token stores must be on a local disk, gs:// or s3://")
     return path.rstrip("/") + "/"
+
+
+def open_specified(specification: Mapping[str, Any], **options: object) -> "ts.TensorStore":
+    """Opens or creates the array of a specification of TensorStore, at once.
+
+    Raises:
+        FileNotFoundError: it does not exist, and the options do not create it.
+    """
+    import tensorstore as ts
+
+    try:
+        return ts.open(dict(specification), **options).result()  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        if "NOT_FOUND" in str(error):
+            raise FileNotFoundError(f"{specification['kvstore']}: no array is stored here") from error
+        raise
 
 
 def open_array(path: str, *, context: "ts.Context") -> "ts.Future[ts.TensorStore]":

@@ -18,6 +18,28 @@ from levanter.layers.outputs import Outputs
 from levanter.models.architecture import Architecture
 
 
+class ModelOutputs(Outputs):
+    """The outputs of a whole model, with the logits on demand.
+
+    Attributes:
+        head: the output head.
+        soft_cap: bound of the logits, see `soft_capped`; None for none.
+    """
+
+    head: Linear = eqx.field(kw_only=True)
+    soft_cap: float | None = eqx.field(static=True, kw_only=True)
+
+    @property
+    def logits(self) -> NamedArray:
+        """Float32 logits, `[…, position, vocab]`, computed at every use; `models.scoring` scores without them."""
+        return _logits(self.head, self.activations, self.soft_cap)
+
+
+def _logits(head: Linear, activations: NamedArray, soft_cap: float | None) -> NamedArray:
+    # Float32 and then the soft cap, in the order of `lm_head.chunks`, so that sampled and scored logits agree.
+    return soft_capped(hax.auto_sharded(head(activations, dtype=jnp.float32)), soft_cap)
+
+
 class LmHeadModel(eqx.Module):
     """A causal language model: tokens to activations, and the head that turns activations into logits.
 
@@ -35,7 +57,7 @@ class LmHeadModel(eqx.Module):
         attn_mask: AttentionMask | None = None,
         positions: NamedArray | None = None,
         auxiliary: Sequence[str] = (),
-    ) -> Outputs:
+    ) -> ModelOutputs:
         """Activations after the final norm, `[…, position, embed]`, and the requested auxiliary sums.
 
         Args:
@@ -61,8 +83,7 @@ class LmHeadModel(eqx.Module):
 
     def logits(self, activations: NamedArray) -> NamedArray:
         """Float32 logits, `[…, vocab]`. Constraint point: the result."""
-        # Float32 and then the soft cap, in the order of `lm_head.chunks`, so that sampled and scored logits agree.
-        return soft_capped(hax.auto_sharded(self.head(activations, dtype=jnp.float32)), self.config.logit_soft_cap)
+        return _logits(self.head, activations, self.config.logit_soft_cap)
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ import optax
 
 from haliax_ext.pytree import PyTree
 from levanter.config.validators import PositiveFloat, PositiveInt, Ranged
+from levanter.optim.transforms import global_norm
 
 LEAST_DEVIATION = 1e-6
 
@@ -130,3 +131,59 @@ def remembered(recent: Recent, loss: jax.Array, grad_norm: jax.Array) -> Recent:
     )
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     return jax.tree.map(lambda old, now: jnp.where(finite, now, old), recent, new)
+
+
+class SkipStepState(NamedTuple):
+    """The state of a wrapped optimizer.
+
+    Attributes:
+        inner_opt_state: of the optimizer itself.
+        losses, grad_norms: float32, numbers of recent steps.
+        seen: the number of recorded steps.
+    """
+
+    inner_opt_state: PyTree
+    losses: jax.Array
+    grad_norms: jax.Array
+    seen: jax.Array
+
+    @property
+    def current_idx(self) -> jax.Array:
+        """Where the next step is recorded."""
+        return self.seen % self.losses.shape[0]
+
+    @property
+    def count(self) -> jax.Array:
+        """The number of recorded steps that are still there."""
+        return jnp.minimum(self.seen, self.losses.shape[0])
+
+
+def skip_outliers(
+    config: SkipStepConfig, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that leaves outliers out by itself; its `update` needs `loss=`. A run's train step does it instead.
+
+    Raises (by `update`):
+        ValueError: there is no loss.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: PyTree) -> SkipStepState:
+        numbers = jnp.zeros((config.rolling_interval_length,), jnp.float32)
+        return SkipStepState(inner.init(params), numbers, numbers, jnp.zeros((), jnp.int32))
+
+    def update(
+        updates: PyTree, state: SkipStepState, params: PyTree = None, *, loss: PyTree = None, **more: PyTree
+    ) -> tuple[PyTree, SkipStepState]:
+        if loss is None:
+            raise ValueError("Loss must be provided: update(gradients, state, parameters, loss=loss)")
+        norm, loss = global_norm(updates), jnp.asarray(loss, jnp.float32)
+        recent = Recent(losses=state.losses, grad_norms=state.grad_norms, seen=state.seen)
+        skipped = is_outlier(config, recent, loss, norm)
+        new, inner_state = inner.update(updates, state.inner_opt_state, params, loss=loss, **more)
+        kept = jax.tree.map(lambda old, now: jnp.where(skipped, old, now), state.inner_opt_state, inner_state)
+        new = jax.tree.map(lambda update: jnp.where(skipped, jnp.zeros_like(update), update), new)
+        after = remembered(recent, loss, norm)
+        return new, SkipStepState(kept, after.losses, after.grad_norms, after.seen)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

@@ -105,3 +105,10 @@ def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
         return jax.tree.map(lambda g: g / divisor.astype(g.dtype), updates), after
 
     return optax.GradientTransformation(multiplied.init, update)  # pyright: ignore[reportArgumentType]
+
+
+def updated(
+    optimizer: optax.GradientTransformation, gradients: PyTree, state: PyTree, params: PyTree, **extra: PyTree
+) -> tuple[PyTree, PyTree]:
+    """The updates of an optimizer and its next state; `extra` reaches only an optimizer that takes it."""
+    return optax.with_extra_args_support(optimizer).update(gradients, state, params, **extra)

@@ -33,8 +33,7 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.layers": (),
     "levanter.layers.attention": (),
     "levanter.layers.attention.mask": ("AttentionMask",),
-    "levanter.layers.outputs": ("Outputs",),
-    "levanter.layers.rotary": (),
+    "levanter.layers.rotary": ("RotaryConfig",),
     "levanter.main.cache_dataset": (),
     "levanter.main.inference_repl": (),
     "levanter.main.lora_dpo": (),
@@ -45,7 +44,7 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.main.train_dpo": (),
     "levanter.mesh": (),
     "levanter.mesh.config": ("MeshConfig",),
-    "levanter.models.base": ("LmHeadModel",),
+    "levanter.models.base": ("LmHeadModel", "ModelOutputs"),
     "levanter.models.gemma": (),
     "levanter.models.gpt2": (),
     "levanter.models.llama": (),
@@ -58,6 +57,7 @@ EARLIER_NAMES: dict[str, tuple[str, ...]] = {
     "levanter.optim": (),
     "levanter.optim.config": ("OptimizerConfig",),
     "levanter.optim.muon": (),
+    "levanter.optim.skip_steps": ("SkipStepConfig",),
     "levanter.optim.sophia": (),
     "levanter.tracker": (),
     "levanter.tracker.background": (),
@@ -102,6 +102,18 @@ EARLIER_CALLS: dict[str, dict[str, tuple[str, int, tuple[str, ...]]]] = {
 arguments that the method takes today, and keywords that it no longer has."""
 
 
+OPERATORS = ("add", "getitem", "mul", "neg", "radd", "rmul", "rsub", "rtruediv", "sub", "truediv")
+EARLIER_OPERATORS: dict[str, dict[str, tuple[str, ...]]] = {
+    "levanter.compat.hf.tokenizer": {"FastTokenizer": ("call",)},
+    "levanter.models.base": {"ModelOutputs": OPERATORS},
+}
+"""Modules → classes whose objects were of another type, and the operators of that type."""
+
+
+EARLIER_SUBSCRIPTS: dict[str, tuple[str, ...]] = {"levanter.models.base": ("LmHeadModel",)}
+"""Modules → classes that were generic."""
+
+
 class _EarlierModules:
     """Finds modules of earlier generations, if there is no module of that name."""
 
@@ -129,6 +141,11 @@ class _EarlierNamesIn(SourceFileLoader):
             # `__getattr__` of a class runs only for attributes that
             # lookup did not find. The default argument binds `at` now.
             vars(module)[cls].__getattr__ = lambda self, attribute, at=at: _earlier(at, attribute, self)
+        for cls, operators in EARLIER_OPERATORS.get(name, {}).items():
+            for operator in operators:
+                setattr(vars(module)[cls], f"__{operator}__", _operator(f"{name}:{cls}", f"__{operator}__"))
+        for cls in EARLIER_SUBSCRIPTS.get(name, ()):
+            vars(module)[cls].__class_getitem__ = classmethod(_subscript)
         for cls, members in EARLIER_CLASS_MEMBERS.get(name, {}).items():
             for member in members:
                 # A class's `__getattr__` is not called for attributes of the class itself; a descriptor is.
@@ -138,6 +155,15 @@ class _EarlierNamesIn(SourceFileLoader):
         for method, call in EARLIER_CALLS.get(name, {}).items():
             cls, _, member = method.partition(".")
             _accept_earlier_calls(vars(module)[cls], member, *call)
+
+
+def _subscript(cls: type, item: object) -> object:
+    return import_module("levanter.upstream.facades.families").subscript(cls, item)
+
+
+def _operator(at: str, name: str) -> Callable[..., Any]:
+    # Python looks operators up in the class, never in `__getattr__`.
+    return lambda self, *args, **keys: _earlier(at, "operator", self)(name, *args, **keys)
 
 
 class _ClassMember:
@@ -192,9 +218,12 @@ def _first(current: Callable[[str], Any] | None, name: str) -> Callable[[str], A
 
 PRIVATE = {
     "_apply_rotary_pos_emb",
+    "_blockwise_cross_entropy_loss",
     "_convert_to_jnp",
+    "_get_builder_actor",
     "_get_fs_and_plain_path",
     "_rotate_half",
+    "_sniff_format_for_dataset",
     "_stack_batch_encodings",
 }
 """Upstream's names with a leading underscore that its tests import; no others are looked up."""

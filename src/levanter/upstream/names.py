@@ -191,7 +191,6 @@ _MODULE_NAMES: Mapping[str, Mapping[str, str]] = {
             "eos_token_id",
             "get_vocab",
             "name_or_path",
-            "pad_token_id",
         )
     },
     "levanter.tokenizers": {

@@ -211,3 +211,23 @@ class HubFile:
     def read_blocks(self, starts, span: int, buffer: memoryview) -> None:
         """Fills `buffer` with blocks of the cached file, which is downloaded first if needed."""
         self._local().read_blocks(starts, span, buffer)
+
+
+def cached_dataset_files(id: str, name: str | None, split: str) -> list[str]:
+    """The Parquet files of a split in the newest cached snapshot of a data set, where data sets usually have them.
+
+    Args:
+        id: of the data set.
+        name: its configuration; None for the default one.
+        split: the split.
+    """
+    from huggingface_hub import constants
+
+    snapshots = Path(constants.HF_HUB_CACHE, "datasets--" + id.replace("/", "--"), "snapshots")
+    newest = max(snapshots.glob("*"), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        return []
+    folders = [name] if name is not None else ["data", "default", "."]
+    patterns = (f"{split}-*.parquet", f"{split}/*.parquet", f"{split}.parquet")
+    candidates = [sorted(map(str, newest.glob(f"{folder}/{p}"))) for folder in folders for p in patterns]
+    return next((paths for paths in candidates if paths), [])

@@ -36,7 +36,7 @@ from levanter.layers.param_roles import role
 from levanter.layers.protocols import Mixer
 from levanter.layers.residual import ResidualRule, StreamEnds
 from levanter.layers.unstacked import numbered
-from levanter.models.base import LmHeadModel
+from levanter.models.base import LmHeadModel, ModelOutputs
 from levanter.models.decoder.config import DecoderConfig
 from levanter.models.decoder.decode import (
     empty_state,
@@ -408,12 +408,18 @@ class DecoderLmHeadModel(LmHeadModel):
         attn_mask: AttentionMask | None = None,
         positions: NamedArray | None = None,
         auxiliary: Sequence[str] = (),
-    ) -> Outputs:
+    ) -> ModelOutputs:
         positions = self._positions(positions, segment_ids)
         in_branches = attn_mask is not None and attn_mask.query_trunks is not None
         embedded = self.embeddings(input_ids, positions, in_branches=in_branches)
         mask = _mask(attn_mask, segment_ids)
-        return self.transformer(embedded, mask, positions, token_ids=input_ids, auxiliary=auxiliary)
+        outputs = self.transformer(embedded, mask, positions, token_ids=input_ids, auxiliary=auxiliary)
+        return ModelOutputs(
+            activations=outputs.activations,
+            auxiliary=outputs.auxiliary,
+            head=self.head,
+            soft_cap=self.config.logit_soft_cap,
+        )
 
     def start(self, sizes: StateSizes) -> DecodeState:
         """An empty decode state; see `Decodes`."""

@@ -18,10 +18,12 @@ import jax
 import numpy as np
 
 from haliax_ext.pytree import PyTree
-from levanter.data.shuffle import Affine, Feistel, Permutation
+from levanter.data.shuffle import Affine, Feistel, Permutation, ShuffledWindows
 
 T = TypeVar("T")
 U = TypeVar("U")
+_POLL_SECONDS = 0.02
+"""Between two looks at the length of a data set that grows."""
 
 
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -78,16 +80,22 @@ class AsyncDataset(ABC, Generic[T]):
         return (await self.get_batch([index]))[0]
 
     async def final_length_is_known(self) -> bool:
-        """Upstream's method of 2024: whether the length is final, which it always is here."""
+        """Whether the length is final; only a list that is not complete grows."""
         return self.is_finite()
 
     async def current_len(self) -> int | None:
-        """Upstream's method of 2024: the number of examples so far; None for infinite data sets."""
+        """The number of examples so far; None for infinite data sets."""
         return await self.async_len() if self.is_finite() else None
 
     async def wait_until_len_at_least(self, length: int) -> int:
-        """Upstream's method of 2024: returns the length without waiting, since it never grows."""
-        return length if not self.is_finite() else await self.async_len()
+        """Waits until there are `length` examples, or until their number is final; returns the number."""
+        if not self.is_finite():
+            return length
+        while not await self.final_length_is_known():
+            if ((current := await self.current_len()) or 0) >= length:
+                return current or 0
+            await asyncio.sleep(_POLL_SECONDS)
+        return await self.async_len()
 
     def as_async_dataset(self) -> "AsyncDataset[T]":
         """This data set."""
@@ -116,6 +124,10 @@ class AsyncDataset(ABC, Generic[T]):
     def shuffle(self, key: jax.Array, *, perm_type: str = "feistel") -> "AsyncDataset[T]":
         """All examples, in an order determined by the key."""
         return PermutationDataset(self, key, perm_type)
+
+    def era_shuffle(self, era_length: int, key: jax.Array, *, perm_type: str = "feistel") -> "AsyncDataset[T]":
+        """All examples, consecutive ones of `era_length` in an order determined by the key."""
+        return EraShufflingDataset(self, era_length, key=key, perm_type=perm_type)
 
 
 class SyncDataset(ABC, Generic[T]):
@@ -186,26 +198,38 @@ class ListAsyncDataset(AsyncDataset[T]):
 
     Args:
         data: the examples.
-        is_complete: upstream's argument of 2024: whether the list is complete; nothing here waits for more.
+        is_complete: whether no more will be appended. Until then `get_batch` waits for examples that are not there;
+            `async_len` is the number so far, where upstream's waits for `finalize`.
     """
 
-    def __init__(self, data: list[T], is_complete: bool = True):
+    def __init__(self, data: list[T], is_complete: bool = False):
         self.data, self.is_complete = data, is_complete
 
     def append(self, item: T) -> None:
-        """Adds an example at the end."""
+        """Adds an example at the end.
+
+        Raises:
+            ValueError: the list is complete.
+        """
+        if self.is_complete:
+            raise ValueError("append: the list is complete, so that its length no longer changes")
         self.data.append(item)
 
     def finalize(self) -> None:
-        """Upstream's method of 2024: marks the list complete."""
+        """Marks the list complete."""
         self.is_complete = True
 
     async def async_len(self) -> int:
-        """The number of examples."""
+        """The number of examples so far."""
         return len(self.data)
+
+    async def final_length_is_known(self) -> bool:
+        """Whether the list is complete."""
+        return self.is_complete
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
         """The examples with these indices, in this order."""
+        await self.wait_until_len_at_least(max(indices, default=-1) + 1)
         return [self.data[i] for i in indices]
 
 
@@ -218,6 +242,10 @@ class _Mapped(AsyncDataset[U]):
     async def async_len(self) -> int:
         """The number of examples."""
         return await self.dataset.async_len()
+
+    async def final_length_is_known(self) -> bool:
+        """Whether the source's length is final."""
+        return await self.dataset.final_length_is_known()
 
     def is_finite(self) -> bool:
         """Whether the number of examples is finite."""
@@ -334,6 +362,56 @@ class PermutationDataset(AsyncDataset[T]):
         return self.dataset.is_finite()
 
 
+class EraShufflingDataset(AsyncDataset[T]):
+    """Consecutive eras of examples, each in a computed order of its own; an era can be read once it is complete.
+
+    Args:
+        dataset: the examples; it may still grow.
+        era_length: examples in an era; the last one may be shorter.
+        key: determines the orders.
+        perm_type: feistel or linear.
+    """
+
+    def __init__(self, dataset: AsyncDataset[T], era_length: int, *, key: jax.Array, perm_type: str = "feistel"):
+        if perm_type not in ("feistel", "linear"):
+            raise ValueError(f"perm_type: {perm_type!r}; expected feistel or linear")
+        if era_length < 1:
+            raise ValueError(f"era_length: must be at least 1, got {era_length}")
+        self.dataset, self.era_length, self.key, self.perm_type = dataset, era_length, key, perm_type
+
+    async def async_len(self) -> int:
+        """The number of examples."""
+        return await self.dataset.async_len()
+
+    async def final_length_is_known(self) -> bool:
+        """Whether the number of examples is final."""
+        return await self.dataset.final_length_is_known()
+
+    def is_finite(self) -> bool:
+        """Whether the number of examples is finite."""
+        return self.dataset.is_finite()
+
+    async def current_len(self) -> int | None:
+        """The number of examples of complete eras; all of them once their number is final."""
+        length = await self.dataset.current_len()
+        if length is None or await self.final_length_is_known():
+            return length
+        return length // self.era_length * self.era_length
+
+    async def get_batch(self, indices: Sequence[int]) -> Sequence[T]:
+        """The examples with these indices, in this order."""
+        positions = np.asarray(indices, np.int64)
+        if len(positions) and positions.min() < 0:
+            raise ValueError(f"example {positions.min()}: negative indices are not supported")
+        # Whole eras must be there, since the order of one depends on its length.
+        needed = (int(positions.max(initial=-1)) // self.era_length + 1) * self.era_length
+        size = await self.dataset.wait_until_len_at_least(needed)
+        if len(positions) and positions.max() >= size:
+            raise IndexError(f"example {positions.max()} of {size}")
+        order = ShuffledWindows(size, key_to_seed(self.key), self.era_length, self.perm_type)
+        return await self.dataset.get_batch(order(positions).tolist())
+
+
 # --- those of early 2024 ---
 
 
@@ -414,15 +492,16 @@ class ShardedDataset(IterableDataset[T]):
             yield from self.open_shard(name)
 
 
-class BatchProcessor(ABC, Generic[T]):
+class BatchProcessor(ABC, Generic[T, U]):
     """Upstream's interface for turning a batch of examples into rows, for classes that scripts derive from it.
 
-    Our token stores are built from `data.components`; nothing here calls a processor.
+    `levanter.upstream.facades.caches.build_or_load_cache` calls them; a run's token stores are built from
+    `data.components`, without one.
     """
 
     @abstractmethod
-    def __call__(self, batch: Sequence[T]) -> PyTree:
-        """The rows of a batch of examples."""
+    def __call__(self, batch: Sequence[T]) -> Sequence[U] | U:
+        """The rows of a batch of examples: a list, or one mapping of columns."""
 
     @property
     def resources(self) -> dict[str, float]:

@@ -5,7 +5,7 @@
     ids = tokenizer.encode("a text")
     config = LlamaConfig.from_hf_config(hf_config)
 
-Our tokenizers are not callable; `tokenizer.as_hf_tokenizer()` returns one of transformers, which is.
+`levanter.upstream.facades.tokenizers` has the calls of transformers' tokenizers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,11 +68,6 @@ def the_tokenizer(data: LmDataConfig) -> Tokenizer:
 
 
 # --- members of tokenizers ---
-
-
-def pad_token_id(tokenizer: FastTokenizer) -> int | None:
-    """The id of the padding token."""
-    return tokenizer.pad_id
 
 
 def eos_token_id(tokenizer: FastTokenizer) -> int | None:

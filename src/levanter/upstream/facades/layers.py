@@ -85,6 +85,7 @@ class OldAttentionConfig:
         sliding_window: how many keys a query sees; None for all.
         scaling_factor: factor of the scores; None for 1/√(features of a head).
         logits_soft_cap: bound of the scores.
+        decoder: the configuration that `config.attention_config()` is of; what `Attention.init` builds from.
     """
 
     Embed: Axis
@@ -100,6 +101,7 @@ class OldAttentionConfig:
     sliding_window: int | None = None
     scaling_factor: float | None = None
     logits_soft_cap: float | None = None
+    decoder: DecoderConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -134,6 +136,54 @@ class OldAttentionConfig:
     def QHeadsPerGroup(self) -> Axis:
         """The axis of query heads in a group."""
         return Axis("q_heads_per_group", self.q_heads_per_group)
+
+
+def attention_config(config: DecoderConfig) -> Callable[[], OldAttentionConfig]:
+    """`config.attention_config()`: that of a model's first layer, in upstream's keys."""
+
+    def of_model() -> OldAttentionConfig:
+        spec = config.layer_attention(0)
+        return OldAttentionConfig(
+            Embed=config.Embed,
+            num_heads=spec.KVHead.size * spec.QHeadsPerGroup.size,
+            num_kv_heads=spec.KVHead.size,
+            head_dim=spec.HeadSize.size,
+            use_bias=spec.qkv_bias,
+            use_output_bias=spec.out_bias,
+            upcast_attn=spec.upcast,
+            attn_backend=getattr(config, "attn_backend", None),
+            flash_attention_block_size=spec.block_size,
+            rope=None if spec.rope is None else config.ropes[spec.rope],
+            sliding_window=spec.window,
+            scaling_factor=spec.softmax_scale,
+            logits_soft_cap=spec.soft_cap,
+            decoder=config,
+        )
+
+    return of_model
+
+
+class RotaryEmbeddings:
+    """`rope.build(HeadSize)`: rotates queries or keys at positions.
+
+    Attributes:
+        config: the rotary embedding.
+        HeadSize: the features of a head.
+    """
+
+    def __init__(self, config: RotaryConfig, HeadSize: Axis):
+        self.config, self.HeadSize = config, HeadSize
+
+    def __call__(self, x: NamedArray, position_ids: NamedArray) -> NamedArray:
+        """Rotates `[…, position, head_size]`; the dynamic kinds take the number of positions as the length."""
+        length = max((axis.size for axis in position_ids.axes), default=1)
+        cos, sin = self.config.tables(self.HeadSize, position_ids, length=length)
+        return apply_rotary(x, cos, sin, self.HeadSize)
+
+
+def build_rotary(config: RotaryConfig) -> Callable[[Axis], RotaryEmbeddings]:
+    """`rope.build(HeadSize)`."""
+    return lambda HeadSize: RotaryEmbeddings(config, HeadSize)
 
 
 def default_attention_type() -> AttentionBackend:
@@ -313,9 +363,9 @@ class LlamaRotaryEmbedding(eqx.Module):
         return DefaultRotaryConfig(theta=self.base).tables(self.HeadSize, positions, length=seq_len)
 
 
-def rotate_half(x: NamedArray) -> NamedArray:
+def rotate_half(x: NamedArray, HeadSize: Axis | None = None) -> NamedArray:
     """Swaps the halves of the features and negates the new first one."""
-    HeadSize = x.resolve_axis("head_size")
+    HeadSize = x.resolve_axis("head_size" if HeadSize is None else HeadSize.name)
     half = HeadSize.size // 2
     # [x1, x2] → [−x2, x1]: with x · cos + rotate_half(x) · sin, pairs (i, i + size/2) are rotated.
     return hax.concatenate(HeadSize, [-x[HeadSize, half : HeadSize.size], x[HeadSize, 0:half]])
@@ -341,8 +391,19 @@ class LlamaAttention(eqx.Module):
     config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(config: DecoderConfig, *, key: jax.Array) -> "LlamaAttention":
-        """Freshly initialized projections."""
+    def init(config: DecoderConfig | OldAttentionConfig, *, key: jax.Array) -> "LlamaAttention":
+        """Freshly initialized projections.
+
+        Raises:
+            ValueError: the configuration is of no model.
+        """
+        if isinstance(config, OldAttentionConfig):
+            if config.decoder is None:
+                raise ValueError(
+                    "Attention.init: pass a model's configuration, or its attention_config(); a layer by itself is "
+                    "built from an AttentionSpec: levanter.layers.attention"
+                )
+            config = config.decoder
         # Layer 0's spec: upstream's Llama layers are all alike.
         return LlamaAttention(inner=GroupedQueryAttention.init(config.layer_attention(0), key=key), config=config)
 

@@ -7,9 +7,10 @@ Examples are pytrees of arrays, named or plain; a batch is such a tree whose arr
 Every process creates the rows that its own devices hold. A thread prefetches batches while the current one is used.
 """
 
+import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, count, islice, repeat
 from typing import Any
@@ -28,17 +29,19 @@ from levanter.upstream.facades.datasets import AsyncDataset, IterableDataset, Sh
 from levanter.upstream.facades.schedules import OldBatchSchedule
 
 Resources = Mapping[str, Any]
+Producer = Callable[[], Iterable[Any] | AsyncIterator[Any]]
 
 
 class BackgroundIterable:
     """The items of an iterator, produced in a background thread; every iteration calls the producer again.
 
     Args:
-        producer_fn: returns an iterator.
-        max_capacity: number of items kept ready; None for no limit.
+        producer_fn: returns an iterator, or an asynchronous one.
+        max_capacity: number of items kept ready; None for no limit, a negative number for none (one of an
+            asynchronous producer).
     """
 
-    def __init__(self, producer_fn: Callable[[], Iterator[Any]], max_capacity: int | None = None):
+    def __init__(self, producer_fn: Producer, max_capacity: int | None = None):
         self.producer_fn, self.max_capacity = producer_fn, max_capacity
         self._stopped = threading.Event()
 
@@ -53,6 +56,23 @@ class BackgroundIterable:
 _END = object()
 
 
+async def _next_or_end(items: AsyncIterator[Any]) -> object:
+    try:
+        return await anext(items)
+    except StopAsyncIteration:
+        return _END
+
+
+def _synchronous(items: Iterable[Any] | AsyncIterator[Any]) -> Iterator[Any]:
+    """The items of either kind of iterator; a loop of this thread runs an asynchronous one."""
+    if not isinstance(items, AsyncIterator):
+        yield from items
+        return
+    with asyncio.Runner() as runner:
+        while (item := runner.run(_next_or_end(items))) is not _END:
+            yield item
+
+
 class BackgroundIterator:
     """One pass over the items of a `BackgroundIterable`.
 
@@ -62,13 +82,22 @@ class BackgroundIterator:
 
     def __init__(
         self,
-        producer_fn: Callable[[], Iterator[Any]],
+        producer_fn: Producer,
         max_capacity: int | None = None,
         stopped: threading.Event | None = None,
     ):
-        # Queue size 0 means unbounded.
-        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max(max_capacity or 0, 0))
         self._stopped, self._ended = stopped or threading.Event(), threading.Event()
+        self._on_demand: Iterator[Any] | None = None
+        if max_capacity is not None and max_capacity < 0:
+            # Without a thread, unless a loop may be running in this one, as where an asynchronous producer is used.
+            items, max_capacity = producer_fn(), 1
+            if not isinstance(items, AsyncIterator):
+                self._on_demand = iter(items)
+            producer_fn = lambda: items  # noqa: E731
+        # Queue size 0 means unbounded.
+        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max_capacity or 0)
+        if self._on_demand is not None:
+            return
         # The thread holds no reference to the iterator, so that dropping the last reference ends the thread.
         arguments = (self._ready, (self._stopped, self._ended), producer_fn)
         # Daemon: a script that ends early must not hang on a producer that waits for input.
@@ -81,6 +110,8 @@ class BackgroundIterator:
         return self
 
     def __next__(self) -> PyTree:
+        if self._on_demand is not None and not self._over():
+            return next(self._on_demand)
         while not self._over():
             try:
                 # With a timeout, because `stop` from another thread adds nothing to the queue.
@@ -111,7 +142,7 @@ class BackgroundIterator:
 def _make_items(
     ready: "queue.Queue[tuple[PyTree, BaseException | None]]",
     stops: tuple[threading.Event, ...],
-    producer_fn: Callable[[], Iterator[PyTree]],
+    producer_fn: Producer,
 ) -> None:
     """Produces items until there are no more, or one of the events is set."""
 
@@ -124,7 +155,7 @@ def _make_items(
         return False
 
     try:
-        for item in producer_fn():
+        for item in _synchronous(producer_fn()):
             if not put(item):
                 return
         put(_END)

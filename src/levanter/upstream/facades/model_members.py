@@ -6,12 +6,18 @@ data.id, data.train_urls                         # of the only data set
 trainer.tensor_parallel_axes, trainer.fsdp_axis  # of the mesh
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import haliax as hax
+import jax
 from haliax import Axis
 
+from haliax_ext.pytree import PyTree, is_named
 from levanter.compat.hf.converter import HFCheckpointConverter
 from levanter.data import DatasetComponent, HfDatasetSource, LmDataConfig, UrlDatasetSource
+from levanter.models.base import LmHeadModel
 from levanter.models.registry import LmConfig
 from levanter.tracker import WandbConfig
 from levanter.trainer.config import TrainerConfig
@@ -40,6 +46,22 @@ def _number(config: LmConfig, name: str) -> int:
 def default_converter(cls: type[LmConfig]) -> HFCheckpointConverter:
     """`Gpt2Config.default_hf_checkpoint_converter`: a converter with the family's reference checkpoint."""
     return HFCheckpointConverter.of(cls())
+
+
+def resize_vocab(model: LmHeadModel) -> Callable[..., LmHeadModel]:
+    """`model.resize_vocab(size, key=None)`: rows of the embedding and of the head added at the end, or dropped."""
+
+    def resized(new_size: int, key: jax.Array | None = None) -> LmHeadModel:
+        def rows(leaf: PyTree) -> PyTree:
+            if not is_named(leaf) or "vocab" not in [axis.name for axis in leaf.axes]:
+                return leaf
+            # Haliax's rule: new rows are the mean of the others, with noise of their deviation where there is a key.
+            return hax.tree_util.resize_axis(leaf, leaf.resolve_axis("vocab"), new_size, key)
+
+        config = dataclasses.replace(model.config, vocab_size=new_size)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(jax.tree.map(rows, model, is_leaf=is_named), config=config)
+
+    return resized
 
 
 # --- of `data` ---

@@ -243,8 +243,12 @@ def vocab_size(model: LmHeadModel) -> int:
 
 
 def hf_checkpoint_converter(config: LmConfig) -> Callable[..., HFCheckpointConverter]:
-    """A converter for the config's family."""
-    return lambda ref=None: HFCheckpointConverter.of(config, ref)
+    """`config.hf_checkpoint_converter(ref_checkpoint=None)`: a converter for the config's family."""
+
+    def of_reference(ref_checkpoint: PyTree = None, *, ref: PyTree = None) -> HFCheckpointConverter:
+        return HFCheckpointConverter.of(config, ref if ref_checkpoint is None else ref_checkpoint)
+
+    return of_reference
 
 
 def loss_function(model: LmHeadModel) -> Callable[..., Any]:
@@ -368,5 +372,8 @@ def segment_ids(mask: AttentionMask) -> tuple[NamedArray, NamedArray] | None:
     if mask.query_segments is None:
         return None
     keys = mask.key_segments
-    # Keys without segments of their own are the queries' positions.
-    return mask.query_segments, mask.query_segments.rename({"position": "key_position"}) if keys is None else keys
+    if keys is None:
+        # Keys without segments of their own are the queries' positions, whose axis a script may name otherwise.
+        renamed = {axis.name: "key_position" for axis in mask.query_segments.axes if axis.name == "position"}
+        keys = mask.query_segments.rename(renamed)
+    return mask.query_segments, keys

@@ -15,10 +15,13 @@ import datetime
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +108,65 @@ def load_checkpoint(*args: PyTree, **keys: PyTree) -> PyTree:
     if (state := arguments["training_state"]) is not None:
         state = _read(ref, state, prefix="training_state", **options)
     return model, state, ref.step
+
+
+def load_checkpoint_or_initialize(
+    init_fn: Callable[..., PyTree],
+    checkpoint_path: Place,
+    *,
+    subpath: str | None = None,
+    discover_latest: bool = True,
+    axis_mapping: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    is_checkpointed: PyTree = True,
+    donate_args: PyTree = True,
+    donate_kwargs: PyTree = None,
+    do_load: bool | None = None,
+    allow_partial: bool = False,
+) -> Callable[..., PyTree]:
+    """A function like `init_fn` that reads what a checkpoint has, and initializes only the rest.
+
+    Args:
+        init_fn: returns a tree; it is called under `jit`.
+        checkpoint_path: a checkpoint, or a folder of them if `discover_latest`.
+        subpath: the part of the checkpoint that the tree is.
+        axis_mapping, mesh: the sharding of named arrays.
+        is_checkpointed: a filter: true, or a tree of booleans like the result or a prefix of it.
+        donate_args, donate_kwargs: accepted for compatibility; arguments are left as they are.
+        do_load: whether there must be a checkpoint (true), or none is read (false); None reads it if there is one.
+        allow_partial: whether arrays that the checkpoint lacks are initialized.
+
+    Raises (by the function):
+        MissingCheckpointError: there is no checkpoint, and `do_load` is true.
+        CheckpointMismatchError: the checkpoint has another tree; lists every difference.
+    """
+    del donate_args, donate_kwargs
+
+    def load(*args: PyTree, **keys: PyTree) -> PyTree:
+        path = os.fspath(checkpoint_path)
+        try:
+            ref = None if do_load is False else checkpoint_at(path) if discover_latest else _exactly(path)
+        except MissingCheckpointError:
+            if do_load:
+                raise
+            ref = None
+        shapes = eqx.filter_eval_shape(init_fn, *args, **keys)
+        loaded = eqx.filter(shapes, lambda _: False)
+        if ref is not None:
+            wanted = eqx.filter(shapes, is_checkpointed)
+            read = _read(ref, wanted, prefix=subpath, mesh=mesh, mapping=axis_mapping, partial=allow_partial)
+            # What a partial checkpoint lacks is a shape still.
+            loaded = eqx.filter(read, eqx.is_array)
+        missing = jax.tree.map(lambda x: x is None, loaded, is_leaf=lambda x: x is None)
+
+        def initialized(*args: PyTree, **keys: PyTree) -> PyTree:
+            return eqx.filter(init_fn(*args, **keys), missing)
+
+        # Under jit, so that nothing is computed for what was read; Haliax's needs a mesh.
+        jit = eqx.filter_jit if axis_mapping is None else partial(hax.named_jit, axis_resources=axis_mapping)
+        return eqx.combine(loaded, jit(initialized)(*args, **keys))
+
+    return load
 
 
 def load_metadata(checkpoint_path: Place, fs: object = None) -> dict[str, Any]:

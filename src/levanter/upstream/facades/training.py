@@ -40,7 +40,7 @@ from levanter.models.registry import LmConfig
 from levanter.optim.hessian import HessianEma
 from levanter.optim.skip_steps import Recent
 from levanter.tracker import start_trackers
-from levanter.trainer.averaging import ParameterAverage, check_averaging
+from levanter.trainer.averaging import check_averaging
 from levanter.trainer.batch_plan import plan_batch
 from levanter.trainer.config import TrainerConfig
 from levanter.trainer.loop import Loop
@@ -54,88 +54,12 @@ from levanter.upstream.facades import trainer as members
 from levanter.upstream.facades.datasets import AsyncDataset
 from levanter.upstream.facades.loaders import DataLoader
 from levanter.upstream.facades.tracker import current_tracker, log
+from levanter.upstream.facades.trainer_state import StepInfo as StepInfo
+from levanter.upstream.facades.trainer_state import TrainerState as TrainerState
+from levanter.upstream.facades.trainer_state import is_leaf, trained_part, without_empty
 
 Loss = Callable[..., PyTree]
 Hook = Callable[..., object]
-
-
-class TrainerState(eqx.Module):
-    """The state of a training run, with upstream's names.
-
-    Attributes:
-        step: steps taken.
-        model: the whole model, parameters included.
-        opt_state: the optimizer state.
-        training_key: the random key of later steps.
-        average: the average of the parameters (`trainer.model_averaging`); None for none.
-    """
-
-    step: PyTree
-    model: PyTree
-    opt_state: PyTree
-    training_key: PyTree
-    average: ParameterAverage | None = None
-
-    @property
-    def int_step(self) -> int:
-        """The number of steps taken, as an int."""
-        return int(self.step)
-
-    @property
-    def trainable_model(self) -> PyTree:
-        """The parameters; None in place of everything else."""
-        return eqx.filter(self.model, eqx.is_inexact_array)
-
-    @property
-    def eval_model(self) -> PyTree:
-        """The model that is evaluated: the averaged parameters if there are any."""
-        return self.model if self.average is None else eqx.combine(self.average.parameters, self.model)
-
-    @property
-    def saveable_state(self) -> "TrainerState":
-        """The part of the state that a checkpoint holds."""
-        return dataclasses.replace(self, model=self.trainable_model)
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """The step that was just taken.
-
-    Attributes:
-        state: the state after it.
-        loss: its loss.
-        step_duration: seconds it took.
-    """
-
-    state: TrainerState
-    loss: float
-    step_duration: float
-
-    @property
-    def step(self) -> int:
-        """The number of the step, from 0."""
-        # The state counts steps taken; the first step has number 0.
-        return int(self.state.step) - 1
-
-    @property
-    def next_step(self) -> int:
-        """The number of the next step."""
-        return int(self.state.step)
-
-    @property
-    def model(self) -> PyTree:
-        """The model after it."""
-        return self.state.model
-
-    @property
-    def opt_state(self) -> PyTree:
-        """The optimizer state after it."""
-        return self.state.opt_state
-
-    @property
-    def eval_model(self) -> PyTree:
-        """The model to evaluate."""
-        return self.state.eval_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +139,8 @@ class Trainer:
         self._plan: StatePlan | None = None
         self._state: TrainState | None = None
         self._rest: PyTree = None
+        self._frozen: PyTree = None
+        self._trainable: PyTree = True
         self._steps: dict[tuple[object, ...], Callable[..., PyTree]] = {}
 
     # --- what scripts read ---
@@ -338,44 +264,67 @@ class Trainer:
         """The state before the first step: from the run's newest checkpoint, or with a model that is passed or built.
 
         Raises:
-            ValueError: not exactly one of `model` and `model_init` is passed, or `is_trainable` freezes parameters.
+            ValueError: not exactly one of `model` and `model_init` is passed, or nothing is trained.
             CheckpointMismatchError: the run's checkpoint holds another model.
         """
         if (model is None) == (model_init is None):
             raise ValueError("initial_state: pass exactly one of model and model_init")
-        if is_trainable is not True:
-            raise ValueError("is_trainable: freeze parameters with trainer.trainable in `train_lm`")
+        self._trainable = is_trainable
         key = (
             jax.random.key_data(training_key)
             if jnp.issubdtype(training_key.dtype, jax.dtypes.prng_key)
             else training_key
         )
 
-        def make_state() -> TrainState:
+        def make_state() -> tuple[TrainState, PyTree]:
             whole = model_init() if model_init is not None else model
-            parameters = self._precision.cast_to_param(eqx.filter(whole, eqx.is_inexact_array))
-            return start(parameters, self.optimizer, jnp.asarray(key, jnp.uint32), self.config.model_averaging)
+            parameters = self._precision.cast_to_param(trained_part(whole, is_trainable))
+            averaging = self.config.model_averaging
+            # Frozen parameters of a model that is passed are not copied.
+            frozen = _without(whole, parameters) if model is None and is_trainable is not True else None
+            return start(parameters, self.optimizer, jnp.asarray(key, jnp.uint32), averaging), frozen
 
         # Leaves that are not parameters (functions, counts) are in no checkpoint and do not change during a run.
         whole = model if model is not None else _without_parameters(model_init)
-        self._rest = eqx.filter(
-            whole, lambda x: not eqx.is_inexact_array(x) and not isinstance(x, jax.ShapeDtypeStruct)
+        self._rest = without_empty(
+            eqx.filter(whole, lambda x: not eqx.is_inexact_array(x) and not isinstance(x, jax.ShapeDtypeStruct))
         )
         # Shapes only: the sharding is planned before any parameter is allocated.
-        state = self._state = eqx.filter_eval_shape(make_state)
+        state, frozen = eqx.filter_eval_shape(make_state)
+        self._state = state
+        if model is not None and is_trainable is not True:
+            frozen = _without(model, state.model)
+        if not jax.tree.leaves(state.model):
+            raise ValueError("is_trainable: it selects no parameter, so nothing would be trained")
         _refuse_asking(state.optimizer)
-        self._plan = plan_state(state, self._mappings(state.model), MeshSpec.from_mesh(self._mesh))
+        self._frozen = None if not jax.tree.leaves(frozen) else frozen
+        mappings = self._mappings(whole)
+        self._plan = plan_state(state, mappings, MeshSpec.from_mesh(self._mesh), frozen=self._frozen)
         self._plan.whole.check()
         targets = planned_targets(self._plan.whole, self._mesh)
-        if (ref := self._resumed()) is not None:
+        ref, fresh = self._resumed(), None
+        if ref is None or (model is None and self._frozen is not None):
+            with jax.set_mesh(self._mesh), hax.axis_mapping(AxisMapping(self.parameter_axis_mapping)):
+                # Under jit, so that each device initializes only its shards.
+                fresh, frozen = eqx.filter_jit(make_state)()
+            self._frozen = frozen if model is None and self._frozen is not None else self._frozen
+        self._place_frozen()
+        if ref is not None:
             return self._outside(with_arrays(state, restore(ref, targets)))
         placed = {path: target.sharding for path, target in targets.items()}
-        with jax.set_mesh(self._mesh), hax.axis_mapping(AxisMapping(self.parameter_axis_mapping)):
-            # Under jit, so that each device initializes only its shards.
-            fresh = eqx.filter_jit(make_state)()
         # The arrays are placed by the plan; initialization under jit may have chosen other shardings.
         arrays = {leaf.path: x for leaf, x in zip(leaves(fresh), jax.tree.leaves(fresh), strict=True)}
         return self._outside(with_arrays(state, {path: jax.device_put(x, placed[path]) for path, x in arrays.items()}))
+
+    def _place_frozen(self) -> None:
+        """Places the frozen parameters by the plan, as an input of every step."""
+        if self._frozen is None:
+            return
+        assert self._plan is not None
+        plans = self._plan.parameters.by_path
+        arrays = zip(leaves(self._frozen), jax.tree.leaves(self._frozen), strict=True)
+        placed = {leaf.path: jax.device_put(x, NamedSharding(self._mesh, plans[leaf.path].spec)) for leaf, x in arrays}
+        self._frozen = with_arrays(self._frozen, placed)
 
     def train(self, state: TrainerState, train_loader: Iterable[PyTree], run_hooks: bool = True) -> StepInfo:
         """Runs steps until `num_train_steps` is reached or the batches end.
@@ -471,20 +420,28 @@ class Trainer:
     def _inside(self, state: TrainerState) -> TrainState:
         return TrainState(
             step=state.step,
-            model=eqx.filter(state.model, eqx.is_inexact_array),
+            model=trained_part(state.model, self._trainable),
             optimizer=state.opt_state,
             key=state.training_key,
-            average=state.average,
+            average=state.model_averaging,
         )
 
     def _outside(self, state: TrainState) -> TrainerState:
         return TrainerState(
             step=state.step,
-            model=eqx.combine(state.model, self._rest),
+            model=self._whole(state.model, self._frozen),
+            optimizer=self.optimizer,
             opt_state=state.optimizer,
             training_key=state.key,
-            average=state.average,
+            is_trainable=self._trainable,
+            mp=self.mp,
+            model_averaging=state.average,
         )
+
+    def _whole(self, trained: PyTree, frozen: PyTree) -> PyTree:
+        """The model: trained and frozen parameters, and what is neither."""
+        trees = [tree for tree in (trained, frozen, self._rest) if tree is not None]
+        return jax.tree.map(lambda *xs: next((x for x in xs if x is not None), None), *trees, is_leaf=is_leaf)
 
     def _placed(self, batch: tuple[PyTree, ...], step: int) -> PyTree:
         """Places a batch in the step's shardings and adds a random key for each row."""
@@ -514,7 +471,7 @@ class Trainer:
             assert self._plan is not None, "initial_state comes before a step"
             program = self._program(shapes, self._plan)
             run = jit_together(program, self._mesh)
-            self._steps[known] = lambda state, batch: run(state, None, batch)
+            self._steps[known] = lambda state, batch: run(state, self._frozen, batch)
         return self._steps[known]
 
     def _program(self, batch: PyTree, plan: StatePlan) -> PyTree:
@@ -525,11 +482,12 @@ class Trainer:
         rows = objective.rows(batch).size
         divided = plan_batch(rows, per_device=self.config.per_device_parallelism, ways=ways, positions=1)
 
-        def logged(parameters: PyTree, batch: PyTree) -> dict[str, jax.Array]:
-            return objective.of(self._precision.cast_to_compute(eqx.combine(parameters, self._rest)), batch)[1]
+        def logged(parameters: PyTree, frozen: PyTree, batch: PyTree) -> dict[str, jax.Array]:
+            return objective.of(self._precision.cast_to_compute(self._whole(parameters, frozen)), batch)[1]
 
         assert self._state is not None
-        names = tuple(eqx.filter_eval_shape(logged, self._state.model, batch))
+        frozen = abstract(lambda: self._frozen)
+        names = tuple(eqx.filter_eval_shape(logged, self._state.model, frozen, batch))
         recipe = StepRecipe(
             objective=dataclasses.replace(objective, logged=names),
             optimizer=self.optimizer,
@@ -537,13 +495,19 @@ class Trainer:
             schedule=lambda step: jnp.zeros_like(step, jnp.float32),
             precision=self._precision,
             accumulation=divided.accumulation,
-            bind=lambda trained, _: eqx.combine(trained, self._rest),
+            bind=self._whole,
             # A model's other arrays have no plan; gradients are then sharded like the parameters that they update.
             parameters=None if jax.tree.leaves(self._rest) else plan.parameters,
             skip_nonfinite=self.config.skip_nonfinite_steps > 0,
             averaging=self.config.model_averaging,
         )
-        return step_program(recipe, state=self._state, plan=plan, batch=batch, mappings=mappings)
+        return step_program(recipe, state=self._state, frozen=frozen, plan=plan, batch=batch, mappings=mappings)
+
+
+def _without(model: PyTree, trained: PyTree) -> PyTree:
+    """The parameters of a model that are not trained; None in place of everything else."""
+    parameters = without_empty(trained_part(model, is_trainable=True))
+    return jax.tree.map(lambda x, y: x if y is None else None, parameters, trained, is_leaf=is_leaf)
 
 
 def _without_parameters(model_init: Callable[[], PyTree] | None) -> PyTree:

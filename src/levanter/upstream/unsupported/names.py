@@ -1,7 +1,7 @@
 """Names of earlier generations that are not carried over, and what to use instead.
 
     GONE_IN["levanter.trainer"]["Trainer TrainerHooks"]    names of a module (or class, `module:Class`), and why
-    GONE_MODULES["levanter.lora"]                          a module, including everything in and below it, and why
+    GONE_MODULES["levanter.adaptor"]                        a module, including everything in and below it, and why
 
 `levanter.upstream.imports` refuses them with the reason, `levanter.upstream.migration_tables` lists them in
 `docs/migrating.md`.
@@ -47,6 +47,23 @@ _OF_SFT = {
 }
 
 GONE_IN: Mapping[str, Mapping[str, str]] = {
+    "levanter.data._prp": {"PermType Permutation next_power_of_two": "levanter.data.shuffle computes permutations"},
+    "levanter.data.sharded_datasource": {
+        "FirstRowsShardedDataSource SHARD_EXISTENCE_WORKERS datasource_from_hf_or_none": "ShardedDataSource is the "
+        "base of a script's own sources",
+    },
+    "levanter.store.cache": {
+        "CACHE_CATALOG_VERSION CACHE_LAYOUT_CONSOLIDATED CACHE_LAYOUT_SHARDED CONSOLIDATE_DATA_SIZE_WORKERS "
+        "CacheCatalog CacheCatalogEntry ShardedCacheLayout build_cache "
+        "consolidate_shard_cache_ledgers consolidate_shard_caches "
+        "write_levanter_cache": "build_or_load_cache and SerialCacheWriter write a cache as one folder",
+    },
+    "levanter.store.jagged_array": {
+        "BloscCodec CACHE_BYTES_LIMIT DEFAULT_BLOSC_CODEC DEFAULT_CHUNK_SIZE DEFAULT_WRITE_CHUNK_SIZE "
+        "charge_store_read_budget set_jagged_array_read_cache_bytes": "JaggedArrayStore has one layout",
+    },
+    "levanter.store.tree_store": {"heuristic_is_leaf heuristic_is_leaf_batched render_tree_path": _PROVIDED},
+    "levanter.utils.hf_utils": {"HfTokenizer": _TYPE},
     "levanter": {"analysis": "`viz_logprobs` and `plan` write pages", "grug": "array-first models are not supported"},
     "levanter.trainer": {
         "TrainerHooks TrainStepResult WrappedLossFunction": _HOOKS,
@@ -77,7 +94,6 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "save_interval sets the time between temporary ones",
         "PathLike": _TYPE,
         "save_metadata tree_deserialise_leaves tree_serialise_leaves": "save_checkpoint and load_checkpoint do both",
-        "load_checkpoint_or_initialize": "train_lm resumes automatically; restore(…) for the rest",
         "CheckpointDebugConfig CheckpointDebugStateProvider register_debug_checkpointer_state_provider "
         "unregister_debug_checkpointer_state_provider": "save times are always logged",
         "CheckpointCandidate discover_checkpoint_candidates": "levanter.checkpoint.find_checkpoints",
@@ -94,7 +110,6 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.compat.hf_checkpoints": {
         "KEYS_TO_COPY_FROM_BASE_CONFIG LevConfig MConfig": "levanter.compat.hf.config_bridge: config.json",
         "PYTORCH_MODEL PYTORCH_WEIGHTS_INDEX_NAME": "pickled checkpoints are not read: convert them to safetensors",
-        "save_hf_checkpoint_callback": "train_lm exports at every hf_save_steps",
         "upload_to_hub": "exports are written but not uploaded; run `hf upload` on the folder",
         "DEFAULT_EXPORT_HOST_BUDGET_BYTES MAX_CONCURRENT_HF_SHARDS": "tensors are written one at a time; "
         "levanter.compat.hf.index.MAX_SHARD_BYTES is the size of a file",
@@ -105,14 +120,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.compat.hf.converter:HFCheckpointConverter": {
         "with_tokenizer_padded_to_match_model": "not needed: a tokenizer may have fewer ids than the model has rows",
     },
-    "levanter.layers.outputs:Outputs": {
-        "array axes axis_size astype mean ndim resolve_axis shape": "a call returns activations and the auxiliary "
-        "sums of the layers: model.logits(outputs.activations), or the earlier call model(ids, mask, key=None), gives "
-        "logits",
-    },
     "levanter.models.base:LmHeadModel": {
         "from_state_dict": "HFCheckpointConverter.load_pretrained reads files into final shards",
-        "resize_vocab": "the vocabulary is neither padded nor truncated; rows beyond the tokenizer's ids are harmless",
     },
     "levanter.eval": {
         "TaggedEvaluator eval_model": _EVAL_LM,
@@ -166,10 +175,8 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "MAX_WANDB_ARTIFACT_BYTES WandbRun is_wandb_available truncate_wandb_run_name": "levanter.tracker.WandbConfig"
     },
     "levanter.data": {
-        "BlockShufflingDataset ConcatDataset EraShufflingDataset MixtureDataset StopStrategy": _ROWS,
+        "BlockShufflingDataset ConcatDataset": _ROWS,
         "BatchLoader build_cache dataset_from_hf dataset_from_jsonl": _STORE,
-        "ShardedDataSource datasource_from_hf datasource_from_json datasource_from_jsonl "
-        "datasource_from_parquet batched": "data.components list what is read; levanter.data.read_records reads a file",
     },
     "levanter.data.text": {
         "CANONICAL_INPUT_FIELD CANONICAL_OUTPUT_FIELD SupervisedSourceConfigBase": "SupervisedLmDatasetFormat names "
@@ -211,11 +218,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     "levanter.data.loader": {
         "stack_batches": "levanter.upstream.facades.loaders.stack_tree makes one tree of examples"
     },
-    "levanter.data.mixture": {"ConcatDataset MixtureDataset rescale_mixture_schedule_for_batch_schedule": _ROWS},
-    "levanter.data.packing": {
-        "GreedyPrepackedDataset PromptCompletion SequencePacker greedy_pack_prompt_completions pack_documents "
-        "pack_prompt_completions per_segment_correct per_segment_loss": "packing is a key of a component: `pack: …`",
-    },
+    "levanter.data.mixture": {"ConcatDataset": _ROWS},
     "levanter.distributed": {
         "auto_ray_cluster": _LAUNCH,
         "LevanterSlurmCluster": "Slurm is detected automatically; " + _LAUNCH,
@@ -248,13 +251,13 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "`Request` and `SamplingParams` describe a request, `Schedule` a step, `SlotState` the state on the device",
     },
     "levanter.layers": {
-        "Attention AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig "
+        "AttentionWithSink GatedAttention LayerNormConfig LayerNormConfigBase RmsNormConfig "
         "dot_product_attention_with_sink": _LAYERS,
     },
     "levanter.layers.attention": {
-        "Attention AttentionWithSink GatedAttention MultiHeadLatentAttention MultiHeadLatentAttentionConfig "
+        "AttentionWithSink GatedAttention MultiHeadLatentAttention MultiHeadLatentAttentionConfig "
         "default_ragged_paged_attention dot_product_attention_with_sink ragged_paged_attention "
-        "simple_attention_with_dropout tpu_ragged_paged_attention": _LAYERS,
+        "tpu_ragged_paged_attention": _LAYERS,
         "KvPageCache PageBatchInfo PageTable PageTableSpec": _SAMPLING,
     },
     "levanter.layers.rotary": {
@@ -270,7 +273,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "RotaryEmbeddings rotary_pos_emb": "levanter.layers.rotary.apply_rotary and RotaryConfig.tables"
     },
     "levanter.models.loss": {
-        "next_token_loss maybe_fused_next_token_loss next_token_loss_weight": "levanter.models.scoring.token_logprobs",
+        "next_token_loss_weight": "levanter.models.scoring.token_logprobs",
         "cross_entropy_and_logsumexp_penalty fused_cross_entropy_loss_and_logsumexp_penalty DEFAULT_REDUCTION": "the "
         "loss never materializes [batch, position, vocab]: levanter.models.scoring",
     },
@@ -282,7 +285,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
     },
     "levanter.models.gpt2": {"Gpt2Attention Gpt2Block Gpt2Embeddings Gpt2Mlp Gpt2Transformer": _LAYERS},
     "levanter.models.llama": {
-        "Attention LlamaEmbedding LlamaMlp LlamaTransformer": _LAYERS,
+        "LlamaEmbedding LlamaMlp LlamaTransformer": _LAYERS,
     },
     "levanter.models.mixtral": {
         "MixtralDecoderLayer MixtralMoEMlp MixtralSparseMoeBlock MixtralTransformer": _LAYERS,
@@ -305,8 +308,7 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "ScaleByScionState ScaleBySophiaState scale_by_sophia_h": _OPTIMIZERS,
     },
     "levanter.optim.model_averaging": {
-        "EmaDecaySqrtModelAveraging EmaModelAveraging ModelAveraging": "the train step maintains it: "
-        "levanter.trainer.averaging",
+        "ModelAveraging": "the train step maintains it: levanter.trainer.averaging",
     },
     "levanter.optim.config": {
         "ConstantLrSchedule CosineLrSchedule InvLrSchedule InvSqrtDecayLrSchedule InvSqrtLrSchedule LinearLrSchedule "
@@ -325,7 +327,6 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "stochastic_diag_gauss_newton stochastic_hessian_diagonal update_moment": _OPTIMIZERS,
     },
     "levanter.optim.clip_update_norm": {"ClipUpdateNormState clip_update_by_historical_norm": _OPTIMIZERS},
-    "levanter.optim.skipstep": {"SkipStepState": _OPTIMIZERS},
     "levanter.optim.rmsprop": {"ScaleByRMSPropMomState scale_by_rmsprop_momentum": _OPTIMIZERS},
     "levanter.tokenizers": {
         "chat_template_has_generation_block": "the assistant's tokens are found for any template: mask_user_turns"
@@ -405,7 +406,6 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.utils.hardware_topology": _PROVIDED,
     # Of June 2026 and before.
     "levanter.adaptor": _LORA,
-    "levanter.lora": _LORA,
     "levanter.analysis": "`viz_logprobs`, `perplexity_gap` and `plan` write pages",
     "levanter.visualization": "`viz_logprobs` writes the page",
     "levanter.callbacks._core": _HOOKS,
@@ -414,19 +414,15 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.callbacks.state_adapter": _HOOKS,
     "levanter.callbacks.tensorstore_callbacks": "checkpoints are written by Orbax",
     "levanter.compat.fsspec_safetensor": "levanter.compat.hf.index.open_weights reads safetensors by ranges",
-    "levanter.data._prp": _ROWS,
     "levanter.data.audio": _SPEECH,
     "levanter.data.metrics_monitor": _STORE,
-    "levanter.data.permutation": _ROWS,
     "levanter.data.shard_cache": _STORE,
-    "levanter.data.sharded_datasource": "data.components list what is read; levanter.data.read_records reads a file",
     "levanter.data.text.cache": _STORE,
     "levanter.data.text.datasets": "levanter.data has the configurations; " + _ROWS,
     "levanter.data.text.examples": _EXAMPLE,
     "levanter.data.text.formats": "levanter.data has the formats",
     "levanter.data.text.preference": _PREFERENCES,
     "levanter.data.text.trace_chat": "evaluation of traces is not implemented yet",
-    "levanter.data.utils": _PROVIDED,
     "levanter.dpo": _PREFERENCES,
     "levanter.generator": _SAMPLING,
     "levanter.grad_accum": "a step splits its batch into microbatches automatically: trainer.per_device_parallelism",
@@ -475,12 +471,10 @@ GONE_MODULES: Mapping[str, str] = {
     "levanter.optim.soap": _OPTIMIZER,
     "levanter.optim.util": _OPTIMIZERS,
     "levanter.shapes": _PROVIDED,
-    "levanter.store": _STORE,
     "levanter.tracker.helpers": "levanter.tracker.Tracker is a protocol of five methods",
     "levanter.tracker.histogram": "trainer.watch.include_histograms",
     "levanter.utils.cloud_utils": _LAUNCH,
     "levanter.utils.flop_utils": "levanter.models.flops",
-    "levanter.utils.hf_utils": "levanter.data.Tokenizer has byte_lengths()",
     "levanter.utils.index": _PROVIDED,
     "levanter.utils.json_utils": _PROVIDED,
     "levanter.utils.logging": "levanter.io.setup_logging",

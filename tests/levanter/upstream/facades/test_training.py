@@ -119,10 +119,14 @@ def test_what_a_step_must_know_is_refused(tmp_path, devices):
     trainer = Trainer(config(tmp_path), optax.sgd(RATE), squared)
     with pytest.raises(ValueError, match="one of model and model_init"):
         trainer.initial_state(jax.random.PRNGKey(0))
-    with pytest.raises(ValueError, match=r"trainer\.trainable"):
+    with pytest.raises(ValueError, match="selects no parameter"):
         trainer.initial_state(jax.random.PRNGKey(0), model=made(), is_trainable=False)
 
 
 def test_a_state_of_upstreams_is_made_by_name():
-    info = StepInfo(state=TrainerState(step=4, model=None, opt_state=(), training_key=()), loss=0.0, step_duration=0.0)
+    info = StepInfo(
+        state=TrainerState(step=4, model=None, optimizer=None, opt_state=(), training_key=()),
+        loss=0.0,
+        step_duration=0.0,
+    )
     assert (info.step, info.next_step, info.eval_model) == (3, 4, None)
