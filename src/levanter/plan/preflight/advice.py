@@ -42,7 +42,7 @@ class Advisor:
         program: the Program's name.
         scale: bytes that compiled suggestions needed over their estimates, at most.
         compiled: how many suggestions were compiled.
-        lines: suggestions that the compiler refused.
+        lines: suggestions that the compiler refused, or failed on.
     """
 
     inquiry: Inquiry
@@ -127,9 +127,14 @@ class Advisor:
             return None
         self.compiled += 1
         self.inquiry.progress(f"compiling {self.program} for {pod}, suggestion {self.compiled}: {name}")
-        needed = compiled_bytes(question, plan, pod, self.program)
-        limit = plan.target.limit_bytes
-        if needed is None or limit is None:
+        try:
+            needed, limit = compiled_bytes(question, plan, pod, self.program), plan.target.limit_bytes
+        except (CompilerMissing, WorkerBadInput, CompileCrash) as error:
+            # Without this line the reader would take the next suggestion for the first.
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.lines.append(f"unknown: {name}  # the compiler failed: {reason}")
+            return None
+        if limit is None:
             return None
         size = f"{needed / (1 << 30):.2f} of {limit / (1 << 30):.2f} GiB a chip"
         if needed <= (1 - HEADROOM) * limit:
@@ -177,21 +182,23 @@ def larger_pods(pod: Accelerator) -> Iterator[Accelerator]:
             continue
 
 
-def compiled_bytes(question: Question, plan: RunPlan, pod: Accelerator, program: str) -> int | None:
-    """The bytes that a compiled Program needs on a chip; None where the compiler fails.
+def compiled_bytes(question: Question, plan: RunPlan, pod: Accelerator, program: str) -> int:
+    """The bytes that a compiled Program needs on a chip.
 
     Args:
         question: of the run.
         plan: the run on the pod.
         pod: the target.
         program: the Program's name.
+
+    Raises:
+        CompilerMissing: there is none for the pod.
+        WorkerBadInput: the run's configuration cannot be read by the compile worker.
+        CompileCrash: the compiler ended without an answer.
     """
-    try:
-        (outcome,) = compile_programs(
-            question.provider, question.payload, target=pod, programs=(program,), kept=question.kept, plan=plan
-        )
-    except (CompilerMissing, WorkerBadInput, CompileCrash):
-        return None
+    (outcome,) = compile_programs(
+        question.provider, question.payload, target=pod, programs=(program,), kept=question.kept, plan=plan
+    )
     if isinstance(outcome, Refused):
         return outcome.refusal.needed
     assert isinstance(outcome, Compiled)

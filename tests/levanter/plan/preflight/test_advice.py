@@ -21,7 +21,9 @@ def advised(name: str, *, compile: bool = False, **changes) -> tuple[str, ...]:
     verdict = preflight(replace(asked, compile=False) if not compile else asked)
     (step,) = [program for program in verdict.programs if program.name == "train_step"]
     assert verdict.exit_code == 3
-    return tuple(line for line in step.why_not if line.split(" ", 1)[0] in ("may", "would", "does", "no", "none"))
+    return tuple(
+        line for line in step.why_not if line.split(" ", 1)[0] in ("may", "would", "does", "unknown:", "no", "none")
+    )
 
 
 @pytest.fixture
@@ -102,6 +104,9 @@ def test_at_most_three_suggestions_are_compiled(compiler):
     lines = advised("llama3_8b_v5e-64_64_rows", compile=True)
     assert len(payloads) == 3
     assert not any(line.startswith("would fit") for line in lines)
+    # The reader learns why three suggestions have no answer.
+    failures = [line for line in lines if line.startswith("unknown: trainer: ")]
+    assert len(failures) == 3 and all("  # the compiler failed: " in line for line in failures)
 
 
 def test_pods_of_the_same_kind_with_as_many_slices():
