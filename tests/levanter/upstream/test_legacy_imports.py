@@ -91,7 +91,7 @@ def test_every_name_is_there_and_told_once():
     told, lost, refused = json.loads(done.stdout)
     assert lost == []
     assert all(" is not carried over: " in why for why in refused.values())
-    assert {"levanter.trainer.TrainerHooks", "levanter.lora", "levanter.inference.openai"} <= set(refused)
+    assert {"levanter.trainer.TrainerHooks", "levanter.grad_accum", "levanter.inference.openai"} <= set(refused)
     modules = {f"{at}.{name}" for at, name in ALL if ":" not in at}
     whole = {f"{at}.{name}" for at, name in ALL if ":" not in NAMES[at][name]}
     assert set(told) == modules
@@ -115,7 +115,7 @@ def refusal(old: str) -> str:
     return f"{old} is not carried over: {GONE.get(old) or GONE_MODULES[old]} (docs/migrating.md)"
 
 
-@pytest.mark.parametrize("module", ["levanter.lora", "levanter.inference.openai", "levanter.optim.soap"])
+@pytest.mark.parametrize("module", ["levanter.grad_accum", "levanter.inference.openai", "levanter.optim.soap"])
 def test_a_module_that_is_gone_says_so_however_it_is_imported(module: str):
     why = next(GONE_MODULES[part] for part in (module, module.rpartition(".")[0]) if part in GONE_MODULES)
     with pytest.raises(GoneError) as caught:

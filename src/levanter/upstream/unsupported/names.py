@@ -52,7 +52,15 @@ GONE_IN: Mapping[str, Mapping[str, str]] = {
         "FirstRowsShardedDataSource SHARD_EXISTENCE_WORKERS datasource_from_hf_or_none": "ShardedDataSource is the "
         "base of a script's own sources",
     },
+    "levanter.lora": {
+        "LoraLinear LowRankLinear": "`loraize` returns a LoraModel; levanter.layers.low_rank is the weight of an "
+        "adapted projection",
+        "CONFIG_NAME DEFAULT_DICT_PREFIX LORA_R SAFETENSORS_WEIGHTS_NAME": "levanter.compat.hf.peft names files and "
+        "tensors as peft does",
+    },
     "levanter.store.cache": {
+        "DEFAULT_LOG_LEVEL LOG_FORMAT": "levanter.io.setup_logging sets up logging",
+        "ShardGroupCacheWriter": "SerialCacheWriter writes a whole cache",
         "CACHE_CATALOG_VERSION CACHE_LAYOUT_CONSOLIDATED CACHE_LAYOUT_SHARDED CONSOLIDATE_DATA_SIZE_WORKERS "
         "CacheCatalog CacheCatalogEntry ShardedCacheLayout build_cache "
         "consolidate_shard_cache_ledgers consolidate_shard_caches "
