@@ -176,7 +176,7 @@ class WandbConfig(TrackerConfig):
                 settings["git_root"] = code_dir
                 settings["git_commit"] = commit
         # The service refuses a call with both.
-        how = {"resume": self.resume} if self.fork_from is None else {"fork_from": self.fork_from}
+        how: dict[str, Any] = {"resume": self.resume} if self.fork_from is None else {"fork_from": self.fork_from}
         run = wandb.init(
             entity=self.entity,
             project=self.project,

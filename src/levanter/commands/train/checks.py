@@ -226,7 +226,11 @@ def needs_blockwise(optimizer: OptimizerConfig, written: LmConfig, model: LmConf
     """
     requested = getattr(written, "attn_backend", None)
     # A kernel that the user names is not replaced; `refuse_kernels` refuses it.
-    return optimizer.curvature is not None and requested in (None, "default") and model.attn_backend in KERNELS
+    return (
+        optimizer.curvature is not None
+        and requested in (None, "default")
+        and getattr(model, "attn_backend", None) in KERNELS
+    )
 
 
 def refuse_kernels(optimizer: OptimizerConfig, model: LmConfig) -> None:

@@ -523,6 +523,16 @@ class BatchProcessor(ABC, Generic[T, U]):
         """The number of examples in a call."""
         return 1024
 
+    @property
+    def output_exemplar(self) -> Any:
+        """A row, for the names and dtypes of a cache's columns; a class whose rows are cached defines it."""
+        raise NotImplementedError(f"{type(self).__name__} has no output_exemplar, which a cache needs")
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What is kept with a cache, to recognize one that was built with other settings."""
+        return {}
+
 
 def stack_batch_encodings(first: PyTree, second: PyTree) -> PyTree:
     """Concatenates two encodings of transformers: each key holds the sequences of both."""

@@ -114,7 +114,9 @@ def loraize(model: LmHeadModel, config: OldLoraConfig, key: jax.Array) -> LoraMo
         raise ValueError(f"loraize: {type(model).__name__} {has}; levanter.models.adapters.Adapters adapts a Linear")
     settings = config.settings()
     targets = find_targets(_groups(model), settings)
-    return LoraModel(base=model, adapters=Adapters.init(targets, settings, key=key), targets=targets)
+    adapters = Adapters.init(targets, settings, key=key)
+    # `config` is a property here, and a field to type checkers.
+    return LoraModel(base=model, adapters=adapters, targets=targets)  # pyright: ignore[reportCallIssue]
 
 
 def _groups(model: LmHeadModel) -> tuple[TargetGroup, ...]:
@@ -169,6 +171,7 @@ def merge_lora_modules(model: PyTree) -> LmHeadModel:
                 return x
             pair, name = pairs[path_string(keys)]
             product = hax.dot(pair.b[name].weight, pair.a.weight, axis=RANK) * pair.scale
+            assert isinstance(x.weight, NamedArray), "a merged matrix is dense"
             weight = x.weight + product.astype(x.weight.dtype).rearrange(x.weight.axes)
             return dataclasses.replace(x, weight=weight)
 

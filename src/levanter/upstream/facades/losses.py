@@ -11,7 +11,7 @@ from typing import Any
 
 import haliax as hax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import Axis, AxisSelector, NamedArray
 from jax.typing import DTypeLike
 
 from levanter.layers.attention.reference import soft_capped
@@ -62,14 +62,14 @@ def blockwise_cross_entropy_loss(
     contract, label = _name(Contract), _name(Label)
     # Our head has fixed axis names, and works along one axis of positions; the last axis of the labels serves as that.
     axes = labels_y.axes
-    along = {} if axes[-1].name == "position" else {axes[-1].name: "position"}
+    along: dict[AxisSelector, AxisSelector] = {} if axes[-1].name == "position" else {axes[-1].name: "position"}
     weight = matrix.rename({contract: "embed", label: "vocab"}).astype(activations.dtype)
     head = Linear(weight=weight, bias=None, In=("embed",))
     how = HeadScoring(vocab_size=head.Out[0].size, soft_cap=logit_soft_cap, normalizers=True, likeliest=False)
     logprobs, normalizers = target_scores(
         activations.rename({contract: "embed", **along}), head, labels_y.rename(along), chunk=axes[-1].size, how=how
     )
-    back = {new: old for old, new in along.items()}
+    back: dict[AxisSelector, AxisSelector] = {new: old for old, new in along.items()}
     loss, normalizers = (x.rename(back).rearrange(axes) for x in (-logprobs, normalizers))
     return (loss, normalizers) if dtype is None else (loss.astype(dtype), normalizers.astype(dtype))
 

@@ -15,7 +15,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import Axis, AxisSelector, NamedArray
 from jax.typing import DTypeLike
 
 from haliax_ext.abstract import abstract, leaves
@@ -374,6 +374,8 @@ def segment_ids(mask: AttentionMask) -> tuple[NamedArray, NamedArray] | None:
     keys = mask.key_segments
     if keys is None:
         # Keys without segments of their own are the queries' positions, whose axis a script may name otherwise.
-        renamed = {axis.name: "key_position" for axis in mask.query_segments.axes if axis.name == "position"}
+        renamed: dict[AxisSelector, AxisSelector] = {
+            axis.name: "key_position" for axis in mask.query_segments.axes if axis.name == "position"
+        }
         keys = mask.query_segments.rename(renamed)
     return mask.query_segments, keys

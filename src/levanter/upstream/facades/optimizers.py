@@ -64,7 +64,9 @@ class EmaDecaySqrtModelAveraging(eqx.Module):
 
     def update(self, new_model: PyTree, step: PyTree) -> "EmaDecaySqrtModelAveraging":
         """The average with one more step's parameters."""
-        rule = EmaDecaySqrtConfig(beta=self.beta, switch_step=self.switch_step, decay_steps=self.decay_steps)
+        # Without a number of steps, the rule's default.
+        steps = {} if self.decay_steps is None else {"decay_steps": self.decay_steps}
+        rule = EmaDecaySqrtConfig(beta=self.beta, switch_step=self.switch_step, **steps)
         before = ParameterAverage(parameters=self.model, weight=jnp.asarray(self.tot_weight, jnp.float32))
         after = averaged(rule, before, new_model, jnp.asarray(step))
         return EmaDecaySqrtModelAveraging(after.parameters, self.beta, self.switch_step, self.decay_steps, after.weight)

@@ -292,7 +292,9 @@ def _segments(example: LmExample, Segments: Axis) -> tuple[NamedArray, NamedArra
     if segment_ids is None or segment_ids.ndim != 1:
         raise ValueError("the example must be one row with segment ids in its mask; use hax.vmap for a batch")
     unique = hax.named(jnp.unique(segment_ids.array, size=Segments.size, fill_value=PADDING), Segments)
-    return unique, unique == segment_ids.broadcast_axis(Segments)
+    within = unique == segment_ids.broadcast_axis(Segments)
+    assert isinstance(within, NamedArray)
+    return unique, within
 
 
 def per_segment_loss(

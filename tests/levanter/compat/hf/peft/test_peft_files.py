@@ -128,7 +128,7 @@ def changed(adapter, where, **config):
         ({"trainable_token_indices": [1]}, r"trainable_token_indices: \[1\]"),
         ({"init_lora_weights": "pissa_niter_16"}, "changed the base weights"),
         ({"r": 0}, "r must be a positive integer, got 0"),
-        ({"lora_alpha": "much"}, "lora_alpha must be a finite number other than 0, got 'much'"),
+        ({"lora_alpha": "much"}, "lora_alpha must be above 0 and at most 1e6, got 'much'"),
         ({"rank_pattern": {"[": 2}}, "rank_pattern: '\\[' is not a regular expression"),
         ({"use_dora": True, "bias": "all"}, "(?s)2 problems.*use_dora.*bias|2 problems.*bias.*use_dora"),
     ],
