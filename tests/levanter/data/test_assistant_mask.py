@@ -282,6 +282,8 @@ def knowing(base: FastTokenizer, text: str) -> FastTokenizer:
     return FastTokenizer(definition, name="made here", bos_id=ids["<s>"], eos_id=ids["</s>"])
 
 
+# A tokenizer of 49,152 tokens for each template: minutes; `tests/parity/test_chat_templates.py` has quick ones.
+@pytest.mark.slow
 @pytest.mark.skipif(not trl_pairs(), reason="trl is not installed (the extra `judges`)")
 def test_trls_pairs():
     folder = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"  # type: ignore[union-attr]
@@ -322,6 +324,8 @@ NOT_ALL_TURNS = {"gptoss", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6
 """Those that write an answer otherwise once more messages follow."""
 
 
+# A tokenizer of 49,152 tokens for each template: minutes; `tests/parity/test_chat_templates.py` has quick ones.
+@pytest.mark.slow
 @pytest.mark.skipif(not trl_pairs(), reason="trl is not installed (the extra `judges`)")
 def test_stock_templates_train_as_they_are_or_are_refused():
     """trl keeps the templates of 40 models as their authors published them."""
