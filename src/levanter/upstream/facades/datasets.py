@@ -524,7 +524,7 @@ class BatchProcessor(ABC, Generic[T, U]):
         return 1024
 
     @property
-    def output_exemplar(self) -> Any:
+    def output_exemplar(self) -> PyTree:
         """A row, for the names and dtypes of a cache's columns; a class whose rows are cached defines it."""
         raise NotImplementedError(f"{type(self).__name__} has no output_exemplar, which a cache needs")
 
