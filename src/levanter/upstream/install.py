@@ -222,6 +222,7 @@ PRIVATE = {
     "_convert_to_jnp",
     "_get_builder_actor",
     "_get_fs_and_plain_path",
+    "_load_metadata",
     "_rotate_half",
     "_sniff_format_for_dataset",
     "_stack_batch_encodings",

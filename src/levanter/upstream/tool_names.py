@@ -149,6 +149,7 @@ TOOL_NAMES: Mapping[str, Mapping[str, str]] = {
         **_SAVES,
         **_TREES,
         "_get_fs_and_plain_path": f"{_SAVED}:fs_and_plain_path",
+        "_load_metadata": f"{_SAVED}:load_metadata",
     },
     "levanter.checkpoint.checkpointer:Checkpointer": {
         "load_checkpoint": f"{_SAVED}:load_function",
