@@ -130,6 +130,7 @@ def run(folder: Path, script: Path, *arguments: str, hub: Path | None = None) ->
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(reason="adapters of a script do not train yet, and are refused", strict=True)
 def test_a_script_of_2025_trains_a_model_and_adapters(files, tmp_path):
     import numpy as np
     import torch

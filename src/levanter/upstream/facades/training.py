@@ -269,6 +269,9 @@ class Trainer:
         """
         if (model is None) == (model_init is None):
             raise ValueError("initial_state: pass exactly one of model and model_init")
+        if type(model).__name__ == "LoraModel":
+            # Known fault: its steps change nothing but the decayed factors. A run that learns nothing must not start.
+            raise ValueError("initial_state: adapters made by loraize do not train here yet; use levanter.main.lora_lm")
         self._trainable = is_trainable
         key = (
             jax.random.key_data(training_key)
