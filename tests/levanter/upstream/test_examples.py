@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,12 @@ def files(tmp_path_factory) -> Path:
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=64
     )
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
     config = LlamaConfig(
         vocab_size=len(tokenizer), num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, **sizes
     )
@@ -130,7 +136,6 @@ def run(folder: Path, script: Path, *arguments: str, hub: Path | None = None) ->
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="adapters of a script do not train yet, and are refused", strict=True)
 def test_a_script_of_2025_trains_a_model_and_adapters(files, tmp_path):
     import numpy as np
     import torch

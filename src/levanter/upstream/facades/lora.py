@@ -33,7 +33,7 @@ from levanter.models.base import LmHeadModel, ModelOutputs
 from levanter.models.registry import LmConfig
 
 if TYPE_CHECKING:
-    from levanter.upstream.facades.training import StepInfo
+    from levanter.upstream.facades.trainer_state import StepInfo
 
 UNSUPPORTED = "`adapter: {type: lora}` of train_lm has it"
 

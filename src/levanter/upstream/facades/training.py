@@ -26,6 +26,8 @@ from jax.sharding import Mesh, NamedSharding
 from haliax_ext.abstract import abstract, leaves, with_arrays
 from haliax_ext.mapping import AxisMapping, Mappings
 from haliax_ext.meshspec import MeshSpec
+from haliax_ext.placement import LeafPlan
+from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import PyTree, is_named
 from levanter.checkpoint import Checkpointer, CheckpointRef, find_checkpoints, planned_targets, restore
 from levanter.commands.cli.runner import run_id
@@ -33,6 +35,7 @@ from levanter.distributed.compile_barrier import jit_together
 from levanter.io import join
 from levanter.layers.outputs import Sums
 from levanter.mesh import resolve
+from levanter.models.adapters.lora import bound_plan
 from levanter.models.axes import model_axes
 from levanter.models.base import LmHeadModel
 from levanter.models.precision import Precision
@@ -53,6 +56,7 @@ from levanter.trainer.train_state import TrainState
 from levanter.upstream.facades import trainer as members
 from levanter.upstream.facades.datasets import AsyncDataset
 from levanter.upstream.facades.loaders import DataLoader
+from levanter.upstream.facades.lora import LoraModel
 from levanter.upstream.facades.tracker import current_tracker, log
 from levanter.upstream.facades.trainer_state import StepInfo as StepInfo
 from levanter.upstream.facades.trainer_state import TrainerState as TrainerState
@@ -269,9 +273,6 @@ class Trainer:
         """
         if (model is None) == (model_init is None):
             raise ValueError("initial_state: pass exactly one of model and model_init")
-        if type(model).__name__ == "LoraModel":
-            # Known fault: its steps change nothing but the decayed factors. A run that learns nothing must not start.
-            raise ValueError("initial_state: adapters made by loraize do not train here yet; use levanter.main.lora_lm")
         self._trainable = is_trainable
         key = (
             jax.random.key_data(training_key)
@@ -446,6 +447,29 @@ class Trainer:
         trees = [tree for tree in (trained, frozen, self._rest) if tree is not None]
         return jax.tree.map(lambda *xs: next((x for x in xs if x is not None), None), *trees, is_leaf=is_leaf)
 
+    def _bound(self, trained: PyTree, frozen: PyTree) -> PyTree:
+        """The model that a step computes with; that of adapters has them in its projections.
+
+        The step casts a bound model by wrapping its layers, whose projections then have other paths: adapters that
+        were bound afterwards would find none of theirs, and train nothing.
+        """
+        model = self._whole(trained, frozen)
+        return model.bound if isinstance(model, LoraModel) else model
+
+    def _bound_placement(self, plan: StatePlan) -> ShardingPlan | None:
+        """The placement of the model that a step computes with, by its own paths; None for those of the state."""
+        assert self._state is not None
+        model = self._state.model
+        if not isinstance(model, LoraModel) or jax.tree.leaves(self._rest):
+            return None
+
+        def renamed(leaf_plan: LeafPlan) -> LeafPlan:
+            path = leaf_plan.leaf.path.removeprefix("base.").removeprefix("adapters.")
+            return dataclasses.replace(leaf_plan, leaf=dataclasses.replace(leaf_plan.leaf, path=path))
+
+        leaf_plans = tuple(map(renamed, plan.parameters.leaves))
+        return bound_plan(model.adapters, dataclasses.replace(plan.parameters, leaves=leaf_plans))
+
     def _placed(self, batch: tuple[PyTree, ...], step: int) -> PyTree:
         """Places a batch in the step's shardings and adds a random key for each row."""
         mapping, name = AxisMapping(self.compute_axis_mapping), self.config.mesh.batch_axis_name or "batch"
@@ -498,9 +522,10 @@ class Trainer:
             schedule=lambda step: jnp.zeros_like(step, jnp.float32),
             precision=self._precision,
             accumulation=divided.accumulation,
-            bind=self._whole,
+            bind=self._bound,
             # A model's other arrays have no plan; gradients are then sharded like the parameters that they update.
             parameters=None if jax.tree.leaves(self._rest) else plan.parameters,
+            model=self._bound_placement(plan),
             skip_nonfinite=self.config.skip_nonfinite_steps > 0,
             averaging=self.config.model_averaging,
         )

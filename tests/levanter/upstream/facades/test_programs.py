@@ -1,5 +1,7 @@
 """Losses, skipped steps, states, annotations and vocabularies with upstream's calls, against plain arithmetic."""
 
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -12,6 +14,7 @@ from haliax import Axis
 from levanter.models import Gpt2Config
 from levanter.models.base import LmHeadModel
 from levanter.optim import SkipStepConfig
+from levanter.trainer.loss import in_compute_dtype
 from levanter.upstream.facades.layers import attention_config, build_rotary
 from levanter.upstream.facades.lora import OldLoraConfig, lora_trainable_params_filter, loraize, merge_lora_modules
 from levanter.upstream.facades.losses import (
@@ -91,7 +94,8 @@ def test_what_a_checkpoint_lacks_is_initialized(tmp_path):
     load = load_checkpoint_or_initialize(init, str(tmp_path / "none"))
     np.testing.assert_array_equal(load(jax.random.key(1))["a"], init(jax.random.key(1))["a"])
     save_checkpoint(saved, 3, str(tmp_path / "step-3"))
-    for keys in ({"is_checkpointed": {"a": True, "b": False}}, {"allow_partial": True}):
+    variants: list[dict[str, Any]] = [{"is_checkpointed": {"a": True, "b": False}}, {"allow_partial": True}]
+    for keys in variants:
         loaded = load_checkpoint_or_initialize(init, str(tmp_path), **keys)(jax.random.key(1))
         assert loaded["a"].tolist() == [0, 1, 2] and loaded["b"].tolist() == [7, 7]
     with pytest.raises(FileNotFoundError):
@@ -107,6 +111,9 @@ def test_adapters_begin_as_the_base_and_merge_into_it(model):
     # Random, since the norm before a projection makes features that add up to 0.
     noise = jax.tree.map(lambda x: jax.random.normal(jax.random.key(5), x.shape), adapted.adapters)
     changed = eqx.tree_at(lambda m: m.adapters, adapted, noise)
+    # A step casts a model by wrapping its layers: what is bound before stays bound.
+    cast = in_compute_dtype(changed.bound, np.dtype(np.float32), None)
+    np.testing.assert_allclose(cast(ids).logits.array, changed(ids).logits.array, atol=1e-4)
     merged = merge_lora_modules(changed)
     assert type(merged) is type(model)
     np.testing.assert_allclose(merged(ids).logits.array, changed(ids).logits.array, atol=1e-3)
