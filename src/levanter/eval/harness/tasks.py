@@ -199,11 +199,14 @@ def task_error_message(error: BaseException) -> str | None:
     last = frames[outside[-1] if outside else -1]
     # `datasets` wraps the real reason, such as a network error, in an error of its own.
     causes = [error, *([error.__cause__] if error.__cause__ is not None else [])]
-    description = "; ".join(
-        f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}".rstrip(": ") for cause in causes
-    )
+    description = "; ".join(_describe(cause) for cause in causes)
     what = "a task's code ends the process" if isinstance(error, SystemExit) else "a task failed"
     return f"{what}: {description} ({last.filename}, line {last.lineno})\n  → remove the task, or correct it"
+
+
+def _describe(error: BaseException) -> str:
+    kind = "" if isinstance(error, _TaskExit) else f"{type(error).__name__}: "
+    return (kind + " ".join(str(error).split())[:300]).rstrip(": ")
 
 
 def _is_template_error(error: BaseException) -> bool:
@@ -214,7 +217,7 @@ def _is_template_error(error: BaseException) -> bool:
 
 
 class _TaskExit(SystemExit):
-    """A task's code called `os._exit`, with this exit code."""
+    """A task's code called `os._exit` or `sys.exit`; the message is the call."""
 
 
 TASK_FAILURES = (Exception, SystemExit)
@@ -228,17 +231,25 @@ def task_code() -> Iterator[None]:
         if "lm_eval.utils" in sys.modules:
             templates = importlib.import_module("levanter.eval.harness.task_templates")
             stack.enter_context(templates.sandboxed_templates())
-        end, process = os._exit, os.getpid()
+        end, end_process, process = sys.exit, os._exit, os.getpid()
 
         def refuse(status: int) -> NoReturn:
             # Processes that `datasets` starts end in this way.
             if os.getpid() != process:
+                end_process(status)
+            raise _TaskExit(f"os._exit({status})")
+
+        def refuse_exit(status: object = None) -> NoReturn:
+            if os.getpid() != process:
                 end(status)
-            raise _TaskExit(status)
+            raise _TaskExit(f"sys.exit({'' if status is None else repr(status)})")
 
         # It would end the run at once, with the exit code of one that is done.
-        stack.callback(setattr, os, "_exit", end)
+        stack.callback(setattr, os, "_exit", end_process)
         os._exit = refuse
+        # wandb replaces `sys.exit` too; the last line of the traceback would be its.
+        stack.callback(setattr, sys, "exit", end)
+        sys.exit = refuse_exit
         yield
 
 

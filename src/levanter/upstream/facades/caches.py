@@ -6,7 +6,8 @@
 
 A cache is a `TreeStore` and a ledger, `shard_ledger.json`, whose presence with `is_finished` makes it valid; both are
 laid out as upstream's. This process builds it, shard after shard, in the order of the source; one that was interrupted
-begins anew. The tokens of a run are built from `data.components` instead (`levanter.data.build_tokens`).
+begins anew. Before anything of a cache is written, its ledger says that it is not finished; the folder is leased to one
+process at a time. The tokens of a run are built from `data.components` instead (`levanter.data.build_tokens`).
 """
 
 import asyncio
@@ -16,14 +17,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from haliax_ext.pytree import PyTree
 from levanter.io.atomic import atomic_write
+from levanter.io.lease import Lease, take_lease
 from levanter.io.paths import exists, join, open_read
-from levanter.upstream.facades.datasets import AsyncDataset, BatchProcessor
+from levanter.upstream.facades.datasets import AsyncDataset, BatchProcessor, ShardedDataset
 from levanter.upstream.facades.jagged import TreeStore, list_rows
 
 T = TypeVar("T")
@@ -39,30 +41,8 @@ def batched(iterable: Iterable[T], batch_size: int) -> Iterator[list[T]]:
         yield batch
 
 
-class ShardedDataSource(Generic[T]):
+class ShardedDataSource(ShardedDataset[T]):
     """Records in named shards; a subclass defines `shard_names` and `open_shard_at_row`."""
-
-    @property
-    def shard_names(self) -> Sequence[str]:
-        """The names of the shards."""
-        raise NotImplementedError
-
-    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[T]:
-        """The records of a shard from a row on."""
-        raise NotImplementedError
-
-    @property
-    def num_shards(self) -> int:
-        """The number of shards."""
-        return len(self.shard_names)
-
-    def open_shard(self, shard_name: str) -> Iterator[T]:
-        """The records of a shard."""
-        return self.open_shard_at_row(shard_name, 0)
-
-    def __iter__(self) -> Iterator[T]:
-        for name in self.shard_names:
-            yield from self.open_shard(name)
 
     def map(self, fn: Callable[[T], U]) -> "ShardedDataSource[U]":
         """Applies a function to every record."""
@@ -257,11 +237,18 @@ class TreeCache(AsyncDataset[T]):
 
         Raises:
             FileNotFoundError: there is none, or it is not finished.
+            ValueError: its arrays have another number of rows than its ledger.
         """
         ledger = CacheLedger.load(cache_dir, options)
         if not ledger.is_finished:
             raise FileNotFoundError(f"{cache_dir}: the cache is not finished; build_or_load_cache builds it anew")
-        return TreeCache(cache_dir, exemplar, ledger)
+        cache: TreeCache[Any] = TreeCache(cache_dir, exemplar, ledger)
+        if (rows := len(cache.store)) != ledger.total_num_rows:
+            raise ValueError(
+                f"{cache_dir}: damaged: its ledger counts {ledger.total_num_rows:,} rows and its arrays have {rows:,}\n"
+                f"  → delete the folder; build_or_load_cache builds it anew"
+            )
+        return cache
 
     @property
     def store(self) -> TreeStore:
@@ -352,17 +339,21 @@ class SerialCacheWriter:
         mode: str = "w",
     ):
         self.cache_dir, self.metadata, self.shard_name = cache_dir, metadata or CacheMetadata.empty(), shard_name
-        self._exemplar = exemplar
+        self._exemplar, self._finished = exemplar, False
+        self._lease = _lease(cache_dir, wait=False)
+        _invalidate(cache_dir, self.metadata)
         self._tree_store = TreeStore.open(exemplar, cache_dir, mode=mode)
-        self._finished = False
 
     def __enter__(self) -> "SerialCacheWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            _finish(self.cache_dir, self._tree_store, {self.shard_name: len(self._tree_store)}, self.metadata)
-            self._finished = True
+        try:
+            if kind is None:
+                _finish(self.cache_dir, self._tree_store, {self.shard_name: len(self._tree_store)}, self.metadata)
+                self._finished = True
+        finally:
+            self._lease.release()
 
     def write_batch(self, batch: PyTree) -> None:
         """Appends rows: a list of trees, a mapping of columns, or an Arrow batch."""
@@ -379,6 +370,16 @@ class SerialCacheWriter:
         return TreeCache.load(self.cache_dir, self._exemplar)
 
 
+def _lease(cache_dir: str, *, wait: bool) -> Lease:
+    return take_lease(cache_dir, what="building a cache", advice="give another cache_dir", wait=wait)
+
+
+def _invalidate(cache_dir: str, metadata: CacheMetadata) -> None:
+    """Marks a cache as not finished before anything of it is written."""
+    # A process that is killed later must not leave new rows under the ledger of the old ones.
+    CacheLedger(total_num_rows=0, shard_rows={}, metadata=metadata).save(cache_dir)
+
+
 def _finish(cache_dir: str, store: TreeStore, rows: dict[str, int], metadata: CacheMetadata) -> CacheLedger:
     ledger = CacheLedger(
         total_num_rows=len(store), shard_rows=rows, is_finished=True, finished_shards=list(rows), metadata=metadata
@@ -390,8 +391,16 @@ def _finish(cache_dir: str, store: TreeStore, rows: dict[str, int], metadata: Ca
 class _Builder:
     """Builds a cache in a thread."""
 
-    def __init__(self, cache_dir: str, source: ShardedDataSource[Any], processor: BatchProcessor[Any, Any], size: int):
+    def __init__(
+        self,
+        cache_dir: str,
+        source: ShardedDataSource[Any],
+        processor: BatchProcessor[Any, Any],
+        size: int,
+        lease: Lease,
+    ):
         self.cache_dir, self.source, self.processor, self.batch_size = cache_dir, source, processor, size
+        self._lease = lease
         self.store = TreeStore.open(processor.output_exemplar, cache_dir, mode="w")
         self._ledger: CacheLedger | None = None
         self._error: BaseException | None = None
@@ -420,6 +429,8 @@ class _Builder:
             self._ledger = _finish(self.cache_dir, self.store, rows, CacheMetadata(self.processor.metadata))
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._error = error
+        finally:
+            self._lease.release()
 
     def _shard(self, name: str) -> int:
         before = len(self.store)
@@ -455,16 +466,35 @@ def build_or_load_cache(
     del monitors
     processor = _of_source(source) if processor is None else processor
     metadata = CacheMetadata(processor.metadata)
-    if exists(join(cache_dir, LEDGER_FILE_NAME)):
-        try:
-            return TreeCache.load(cache_dir, processor.output_exemplar, metadata)
-        except FileNotFoundError:
-            _log.info("%s is not finished; it is built anew", cache_dir)
-    builder = _Builder(cache_dir, source, processor, (options or OldCacheOptions()).batch_size)
+    if (ready := _finished_cache(cache_dir, processor, metadata)) is not None:
+        return ready
+    lease = _lease(cache_dir, wait=True)
+    try:
+        # The process that held the lease may have built it.
+        if (ready := _finished_cache(cache_dir, processor, metadata)) is not None:
+            lease.release()
+            return ready
+        _invalidate(cache_dir, metadata)
+        builder = _Builder(cache_dir, source, processor, (options or OldCacheOptions()).batch_size, lease)
+    except BaseException:
+        lease.release()
+        raise
     cache: TreeCache[Any] = TreeCache(cache_dir, processor.output_exemplar, None, builder)
     if await_finished:
         cache.await_finished()
     return cache
+
+
+def _finished_cache(
+    cache_dir: str, processor: BatchProcessor[Any, Any], metadata: CacheMetadata
+) -> TreeCache[Any] | None:
+    if not exists(join(cache_dir, LEDGER_FILE_NAME)):
+        return None
+    try:
+        return TreeCache.load(cache_dir, processor.output_exemplar, metadata)
+    except FileNotFoundError:
+        _log.info("%s is not finished; it is built anew", cache_dir)
+        return None
 
 
 def _of_source(source: ShardedDataSource[Any]) -> SourceProcessor:

@@ -233,11 +233,10 @@ class ListAsyncDataset(AsyncDataset[T]):
         return [self.data[i] for i in indices]
 
 
-class _Mapped(AsyncDataset[U]):
-    """The base of mapped data sets: as long as their source."""
+class _AsLong(AsyncDataset[U]):
+    """The base of data sets that are as long as another."""
 
-    def __init__(self, dataset: AsyncDataset[Any], fn: Callable[..., Any], *more: object, **keys: PyTree):
-        self.dataset, self.fn, self.more, self.keys = dataset, fn, more, keys
+    dataset: AsyncDataset[Any]
 
     async def async_len(self) -> int:
         """The number of examples."""
@@ -250,6 +249,13 @@ class _Mapped(AsyncDataset[U]):
     def is_finite(self) -> bool:
         """Whether the number of examples is finite."""
         return self.dataset.is_finite()
+
+
+class _Mapped(_AsLong[U]):
+    """The base of mapped data sets."""
+
+    def __init__(self, dataset: AsyncDataset[Any], fn: Callable[..., Any], *more: object, **keys: PyTree):
+        self.dataset, self.fn, self.more, self.keys = dataset, fn, more, keys
 
     def keywords(self, fold: int) -> dict[str, Any]:
         """The keywords of a call; its random key is the given one with a number folded in."""
@@ -362,7 +368,7 @@ class PermutationDataset(AsyncDataset[T]):
         return self.dataset.is_finite()
 
 
-class EraShufflingDataset(AsyncDataset[T]):
+class EraShufflingDataset(_AsLong[T]):
     """Consecutive eras of examples, each in a computed order of its own; an era can be read once it is complete.
 
     Args:
@@ -378,18 +384,6 @@ class EraShufflingDataset(AsyncDataset[T]):
         if era_length < 1:
             raise ValueError(f"era_length: must be at least 1, got {era_length}")
         self.dataset, self.era_length, self.key, self.perm_type = dataset, era_length, key, perm_type
-
-    async def async_len(self) -> int:
-        """The number of examples."""
-        return await self.dataset.async_len()
-
-    async def final_length_is_known(self) -> bool:
-        """Whether the number of examples is final."""
-        return await self.dataset.final_length_is_known()
-
-    def is_finite(self) -> bool:
-        """Whether the number of examples is finite."""
-        return self.dataset.is_finite()
 
     async def current_len(self) -> int | None:
         """The number of examples of complete eras; all of them once their number is final."""

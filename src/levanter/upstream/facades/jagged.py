@@ -144,7 +144,8 @@ class JaggedArrayStore:
     @property
     def num_rows(self) -> int:
         """The number of rows."""
-        return len(self.ends) - 1
+        # Without the ends of the rows, of which there may be millions.
+        return len(self._ends) - 1 if self._ends is not None else int(self.offsets[0].read().result())
 
     def __len__(self) -> int:
         return self.num_rows
@@ -172,7 +173,7 @@ class JaggedArrayStore:
         """Adds rows at the end.
 
         Raises:
-            ValueError: a row has another number of axes.
+            ValueError: a row has another number of axes, or a value that the store's integers do not have.
         """
         batch = rows if isinstance(rows, PreparedBatch) else PreparedBatch.from_batch(rows, self.item_rank)
         axes = 1 if batch.shapes is None else batch.shapes.shape[1] + 1
@@ -182,7 +183,13 @@ class JaggedArrayStore:
         if not count:
             return
         ends = batch.offsets + values
-        writes = [self.data[values : values + len(batch.data)].write(batch.data.astype(self.data.dtype.numpy_dtype))]
+        with np.errstate(invalid="ignore"):
+            stored = batch.data.astype(self.data.dtype.numpy_dtype)
+        # An id beyond the dtype would come back as another one. Floats may lose digits, integers nothing.
+        if np.issubdtype(stored.dtype, np.integer) and not np.array_equal(stored, batch.data):
+            lost = batch.data[stored != batch.data][0]
+            raise ValueError(f"{lost} cannot be stored as {stored.dtype}, the dtype of the exemplar")
+        writes = [self.data[values : values + len(batch.data)].write(stored)]
         writes.append(self.offsets[self.num_rows + 1 : self.num_rows + count + 1].write(ends))
         if self.shapes is not None:
             writes.append(self.shapes[self.num_rows : self.num_rows + count].write(batch.shapes))
