@@ -67,7 +67,7 @@ def execute(plan: RunPlan[HarnessWork], mesh: Mesh | None, session: Session | No
     # All processes load, each its own shards.
     loaded = load_pretrained(work.pretrained, mesh, show=show)
     model = with_arrays(work.pretrained.abstract, loaded.arrays)
-    scorer = Scorer(programs=work.programs, mesh=mesh, model=model, cost=work.cost)
+    scorer = Scorer(programs=work.scoring.programs, mesh=mesh, model=model, cost=work.scoring.cost)
     texts = None if work.texts is None else _text_generator(work.texts, mesh, model, show=show)
     began = time.perf_counter()
     if not is_process_0():
@@ -95,15 +95,15 @@ def _run_lm_eval(
     plan: RunPlan[HarnessWork], scorer: Scorer, texts: TextGenerator | None, *, show: bool
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Runs lm_eval on process 0."""
-    work = plan.work
-    assert work.encoder is not None and work.tasks.loaded is not None, "RunPlan.check() comes before a run"
+    work, scoring = plan.work, plan.work.scoring
+    assert scoring.encoder is not None and scoring.tasks.loaded is not None, "RunPlan.check() comes before a run"
     results, samples = run_tasks(
-        work.tasks.loaded,
+        scoring.tasks.loaded,
         work.config.harness,
-        encoder=work.encoder,
+        encoder=scoring.encoder,
         scorer=scorer,
         texts=texts,
-        template=work.template,
+        template=scoring.template,
         name=work.pretrained.checkpoint.description,
         show=show,
     )

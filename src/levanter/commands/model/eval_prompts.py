@@ -1,17 +1,164 @@
-"""Inputs of lm_eval requests for a model: tokenization, chat template, context length, batch limits and FLOPs."""
+"""How a model answers requests of lm_eval's tasks: tokens, chat template, rows and the Programs that score them."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
+import haliax as hax
+
+from haliax_ext.program import Placement, Program
 from levanter.commands.model.scoring_common import context_length_checks
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.data import Tokenizer
 from levanter.data.chat import ChatTemplate, select_template
 from levanter.eval.harness.batch_shapes import RowLimits
+from levanter.eval.harness.config import HarnessConfig
 from levanter.eval.harness.encoding import HarnessError, QueryEncoder
-from levanter.eval.harness.packing import RowShape
+from levanter.eval.harness.packing import RowShape, row_shapes
+from levanter.eval.harness.request_table import RequestCount
+from levanter.eval.harness.scoring import score_programs
+from levanter.eval.harness.task_discovery import DiscoveredTasks, count_requests
 from levanter.mesh import ResolvedMesh
+from levanter.models.base import LmHeadModel
+from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.runplan import Check
+from levanter.runplan import Check, Workload
+
+ASSUMED_TOKENS = 128
+"""Assumed number of tokens of a request if the documents are not available."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskScoring:
+    """The Programs that score the requests of tasks, and the number of their executions.
+
+    Attributes:
+        tasks: the tasks.
+        config: how requests are built.
+        model: the architecture.
+        vocab: rows of the head.
+        encoder: texts to tokens; None if there is no tokenizer.
+        template: renders conversations; None if the tokenizer has no chat template.
+        programs: shape → Program that scores rows.
+        requests: requests, and executions of each Program; None if the documents are not available here.
+        checks: lines of the plan.
+    """
+
+    tasks: DiscoveredTasks
+    config: HarnessConfig
+    model: LmConfig
+    vocab: int
+    encoder: QueryEncoder | None
+    template: ChatTemplate | None
+    programs: Mapping[RowShape, Program]
+    requests: RequestCount | None
+    checks: tuple[Check, ...]
+
+    def cost(self, shape: RowShape) -> float:
+        """FLOPs of a batch."""
+        return rows_flops(self.model, self.vocab, shape, "full")
+
+    def workloads(self, times: int, *, reason: str) -> tuple[Workload, ...]:
+        """The work of the Programs.
+
+        Args:
+            times: number of evaluations.
+            reason: why the number of executions is unknown, if it is.
+        """
+        if self.requests is not None:
+            reason = self.requests.reason + (f", {times:,} times" if times > 1 else "")
+        return tuple(
+            Workload(
+                program=shape.name,
+                tokens=shape.rows * shape.length,
+                unit="tokens",
+                items=shape.rows * shape.length,
+                flops_full=self.cost(shape),
+                flops_causal=rows_flops(self.model, self.vocab, shape, "causal"),
+                executions=None if self.requests is None else times * self.requests.executions.get(shape.name, 0),
+                reason=reason,
+            )
+            for shape in self.programs
+        )
+
+
+def describe_task_scoring(
+    tasks: DiscoveredTasks,
+    config: HarnessConfig,
+    module: LmHeadModel,
+    *,
+    model: LmConfig,
+    Vocab: hax.Axis,
+    tokenizer: Tokenizer | None,
+    resolved: ResolvedMesh,
+    platform: str,
+    placement: Placement,
+    precision: Precision,
+    compiler_options: Mapping[str, str],
+    length: int,
+    tokens: int,
+    fixed_rows: bool,
+    assume_requests: int | None = None,
+    usable: Callable[[LmHeadModel], LmHeadModel] = lambda module: module,
+) -> TaskScoring:
+    """Describes how the requests of tasks are scored.
+
+    Args:
+        tasks: the tasks.
+        config: how requests are built.
+        module: the model, abstract.
+        model: its architecture.
+        Vocab: rows of its head.
+        tokenizer: texts to tokens; None if it is not available here.
+        resolved: the mesh.
+        platform: of the devices.
+        placement: the sharding of the parameters.
+        precision: the dtype policy.
+        compiler_options: options for XLA.
+        length: the context length in tokens.
+        tokens: tokens of a batch on each of its shards.
+        fixed_rows: whether the user chose the number of rows; otherwise shapes are fitted to the requests.
+        assume_requests: the number of requests to plan with if the documents are not available; None for none.
+        usable: converts the model to the form in which it computes.
+    """
+    # Rows may be longer than the context if their segments are not; `branches`: segments may share a prefix.
+    longest, branches = rows_reach(model, resolved, platform, length=length, tokens=tokens)
+    shapes = row_shapes(longest, tokens=tokens, ways=resolved.batch_ways, branches=branches)
+    template, template_checks = conversation_template(tokenizer, required=config.apply_chat_template)
+    encoder, encoder_checks = query_encoder(tokenizer, length)
+    checks = [*reading_checks(model, longest), *template_checks, *encoder_checks]
+    checks += sampling_checks(logged=config.sample_logging.logs)
+
+    def cost(shape: RowShape) -> float:
+        return rows_flops(model, Vocab.size, shape, "full")
+
+    limits = None if fixed_rows else batch_limits(resolved, platform)
+    requests, problem = count_requests(tasks, config, encoder, template, shapes, cost, limits)
+    checks += [] if problem is None else [problem]
+    shapes = shapes if requests is None else requests.shapes
+    if requests is None and problem is None and assume_requests is not None:
+        requests = RequestCount.assumed(assume_requests, ASSUMED_TOKENS, shapes)
+    programs = score_programs(
+        module,
+        shapes,
+        mappings=resolved.mappings,
+        placement=placement,
+        batch_axis=resolved.batch_axis,
+        matmul_precision=precision.matmul,
+        compiler_options=compiler_options,
+        usable=usable,
+    )
+    return TaskScoring(
+        tasks=tasks,
+        config=config,
+        model=model,
+        vocab=Vocab.size,
+        encoder=encoder,
+        template=template,
+        programs=programs,
+        requests=requests,
+        checks=tuple(checks),
+    )
 
 
 def query_encoder(tokenizer: Tokenizer | None, length: int) -> tuple[QueryEncoder | None, list[Check]]:

@@ -1,9 +1,9 @@
 """The configuration of `train_lm`."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-from levanter.commands.train.generation_config import TrainingGenerationConfig
+from levanter.commands.model.live_config import TrainingGenerationConfig
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import Count, NonNegativeFloat, PathText, PositiveInt, Ranged, Seed
 from levanter.data.config import LmDataConfig
@@ -13,6 +13,8 @@ from levanter.models.llama.config import LlamaConfig
 from levanter.models.registry import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.trainer.config import TrainerConfig
+
+C = TypeVar("C", bound=Ranged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +227,15 @@ class TrainLmConfig(Ranged):
     def positions(self) -> int:
         """Tokens per row."""
         return self.train_seq_len or self.model.max_seq_len
+
+
+def translate(config: object, to: type[C], **changes: object) -> C:
+    """A configuration of another class: fields of the same name keep their values, and others have their defaults.
+
+    Args:
+        config: what is translated, a dataclass.
+        to: the other class.
+        changes: fields whose values are not those of `config`.
+    """
+    shared = {field.name for field in fields(to)} - changes.keys()
+    return to(**{name: getattr(config, name) for name in shared if hasattr(config, name)}, **changes)

@@ -17,7 +17,6 @@ from levanter.commands.model.sharding import pattern_checks, plan_weight_loading
 from levanter.commands.model.workloads import training_workloads
 from levanter.commands.train.adapters import frozen_base, open_initial_adapters, plan_peft_export, resolve_adapters
 from levanter.commands.train.checks import group_checks, profiler_checks, run_dir_checks
-from levanter.commands.train.frozen import frozen_part, head_notes, partition_notes, spared_flops
 from levanter.commands.train.lm.lm_eval_hook import find_harness
 from levanter.commands.train.monitoring import run_facts
 from levanter.commands.train.programs import coresident_bytes, first_programs, step_programs
@@ -46,6 +45,7 @@ from levanter.runplan import (
 )
 from levanter.trainer.adapter_state import Adapted
 from levanter.trainer.batch_plan import BatchPlan
+from levanter.trainer.frozen_part import frozen_part, head_notes, partition_notes, spared_flops
 from levanter.trainer.objective import Objective
 from levanter.trainer.reinit_rows import VOCAB, RenewedRows
 from levanter.trainer.state import abstract_frozen, abstract_state, plan_state, without_ruled
@@ -158,7 +158,7 @@ def find_between_steps(run: TrainedRun, largest: BatchPlan, target: Target) -> t
         target: the devices.
     """
     harness = find_harness(run, run.tokenizer, largest)
-    task_length = harness.length if harness is not None and harness.tasks.generates else None
+    task_length = harness.length if harness is not None and harness.scoring.tasks.generates else None
     # One engine serves the samples and the tasks.
     texts = find_live_texts(run, run.tokenizer, target, task_length=task_length)
     if harness is not None and texts is not None and task_length is not None:

@@ -7,6 +7,7 @@ the batch its division and the optimizer its schedule. Problems of all of them a
 from dataclasses import replace
 
 from levanter.commands.model.compiler import choose_compiler
+from levanter.commands.model.context_stage import context_checks, length_checks, resolve_context_stage
 from levanter.commands.model.defaults import default_notes
 from levanter.commands.model.layers import body_checks, splash_position_checks
 from levanter.commands.model.quantization import QuantizationError
@@ -15,7 +16,6 @@ from levanter.commands.model.source import ModelBlock, ModelSource, find_tokeniz
 from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.commands.train.checks import attempted, needs_blockwise, refuse_all, refuse_kernels
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.context_extension import context_checks, length_checks, resolve_context_stage
 from levanter.commands.train.task import TrainingTask
 from levanter.commands.train.trained_run import ResolvedTraining
 from levanter.config import ExplicitKeys
@@ -41,7 +41,7 @@ def resolve_training_config(task: TrainingTask, target: Target, written: Explici
     # The kernels are chosen once the mesh is known, but their lines belong here in the report.
     kernels_at = len(checks)
     checks += body_checks(architecture)
-    checks += length_checks(architecture, config, origin)
+    checks += length_checks(architecture, config.positions, origin)
     checks.append(Check(name="precision", status="ok", message=str(precision)))
     vocab, tokenizer, vocab_checks = _vocabulary(config, architecture)
     rows = task.find_rows(tokenizer, vocab_size=vocab)
@@ -146,11 +146,23 @@ def resolve_base(config: TrainLmConfig, written: ExplicitKeys) -> ModelSource | 
         return None
     replaces = config.takes_architecture
     block = ModelBlock.of(config.model, written)
-    if (stage := resolve_context_stage(config, written)) is not None:
+    # Where the checkpoint's architecture is used, so are its rotary embeddings, and the block cannot stretch them.
+    stage = (
+        None
+        if replaces
+        else resolve_context_stage(
+            config.pretrained,
+            config.model,
+            written,
+            positions=config.positions,
+            adapters=config.lora is not None,
+        )
+    )
+    if stage is not None:
         origin = stage.origin(config.pretrained)
     else:
         origin = resolve_source(config.pretrained, block, block_is_whole=not replaces, block_yields=replaces)
-        origin = replace(origin, checks=(*origin.checks, *context_checks(origin, config)))
+        origin = replace(origin, checks=(*origin.checks, *context_checks(origin, config.positions)))
     # Adapters leave the weights as they are, so a base of 8-bit integers is acceptable for them only.
     return origin if config.lora is not None else replace(origin, checks=(*origin.checks, *_integers(origin)))
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from haliax_ext.program import Program
 from levanter.base.bounded_json import Json
+from levanter.commands.model.live_generation import TASK_ROWS, LiveEngine, LiveGeneration, describe_live_generation
 from levanter.commands.model.text_generator import GeneratedText, generate_texts
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.live_generation import TASK_ROWS, LiveEngine, LiveGeneration, describe_live_generation
 from levanter.commands.train.task import Running
 from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import Tokenizer
@@ -118,7 +118,7 @@ def find_live_texts(
     if run.state_plan.parameters.errors:
         return None
     try:
-        generation = describe_live_generation(run, config.generation, target, texts=texts, length=length)
+        generation = describe_live_generation(run.live_model, config.generation, target, texts=texts, length=length)
     except ValueError as problem:
         key = KEY if prompts else "eval_harness.task_spec"
         error = ValueError(f"{key}: text is generated with the keys of `generation:`\n{problem}")

@@ -8,16 +8,17 @@ import jax
 import numpy as np
 import optax
 
+from haliax_ext.abstract import abstract
 from haliax_ext.load_plan import LoadPlan
 from haliax_ext.placement import LeafPlan
 from haliax_ext.planner import ShardingPlan
 from haliax_ext.pytree import PyTree
 from haliax_ext.rules import WeightRules
 from levanter.commands.model.compiler import CompilerChoice
+from levanter.commands.model.live_generation import LiveModel
 from levanter.commands.model.sharding import plan_activation_sharding
 from levanter.commands.model.source import ModelSource
 from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.frozen import head_gradient_inputs
 from levanter.config import ExplicitKeys
 from levanter.data import EvaluationData, Tokenizer
 from levanter.mesh import ResolvedMesh
@@ -28,6 +29,7 @@ from levanter.models.registry import LmConfig
 from levanter.runplan import Check
 from levanter.trainer.adapter_state import Adapted
 from levanter.trainer.batch_plan import BatchPlan, BatchStage
+from levanter.trainer.frozen_part import head_gradient_inputs
 from levanter.trainer.objective import Objective
 from levanter.trainer.reinit_rows import RenewedRows
 from levanter.trainer.state import StatePlan
@@ -211,6 +213,23 @@ class TrainedRun(ResolvedTraining):
             requested_chunk=self.objective.chunk,
             in_loop=self.objective.gradient_in_loop,
             learned=head_gradient_inputs(self.model, self.state.model),
+        )
+
+    @property
+    def live_model(self) -> LiveModel:
+        """The model as text is generated from it between steps."""
+        return LiveModel(
+            config=self.model,
+            Vocab=self.Vocab,
+            build=lambda: abstract(lambda: self.build(jax.random.PRNGKey(0))),
+            trained=self.state.model,
+            frozen=self.frozen,
+            sharding=self.state_plan.model,
+            mesh=self.config.trainer.mesh,
+            resolved=self.resolved,
+            precision=self.precision,
+            compiler=self.compiler,
+            chip_hour_price=self.config.plan.chip_hour_price,
         )
 
     def activations(self, rows: int) -> ShardingPlan:

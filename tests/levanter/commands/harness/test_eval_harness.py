@@ -202,7 +202,7 @@ def test_two_variants_of_a_task(model):
     config = harness_config(model, "", limit=2, task_spec=spec)
     plan = describe(config, CPU8)
     assert not plan.errors
-    loaded = plan.work.tasks.loaded
+    loaded = plan.work.scoring.tasks.loaded
     assert {name: task.get_config("num_fewshot") for name, task in loaded.tasks.items()} == {
         "made_letters": 0,
         "two": 2,
@@ -212,9 +212,9 @@ def test_two_variants_of_a_task(model):
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_number_of_examples_for_all_tasks_of_a_group(model, count):
     """As lm_eval's `simple_evaluate(num_fewshot=…)` sets it: every task but those whose file says 0."""
-    plain = describe(harness_config(model, "made", limit=2), CPU8).work.tasks.loaded
+    plain = describe(harness_config(model, "made", limit=2), CPU8).work.scoring.tasks.loaded
     spec = [HarnessTaskConfig(task="made", num_fewshot=count)]
-    loaded = describe(harness_config(model, "", limit=2, task_spec=spec), CPU8).work.tasks.loaded
+    loaded = describe(harness_config(model, "", limit=2, task_spec=spec), CPU8).work.scoring.tasks.loaded
     assert loaded.tasks.keys() == plain.tasks.keys() and len(plain.tasks) > 1 and loaded.groups.keys() == {"made"}
     files = {path.stem: path.read_text() for path in TASKS.glob("*.yaml")}
     for name, task in loaded.tasks.items():

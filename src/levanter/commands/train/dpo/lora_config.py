@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from levanter.commands.train.config import translate
 from levanter.commands.train.dpo.config import (
     AdapterBaseReferenceConfig,
     ReferenceEvalCacheConfig,
@@ -76,25 +77,6 @@ class LoraDpoConfig(Ranged):
     @property
     def training(self) -> TrainDpoConfig:
         """The run of `train_dpo` that this is."""
-        return TrainDpoConfig(
-            initialize_from_hf=self.initialize_from_hf,
-            use_hf_model_config=True,
-            adapter=self.lora,
-            # Upstream's command always compares with the base.
-            reference=AdapterBaseReferenceConfig(),
-            data=self.data,
-            trainer=self.trainer,
-            optimizer=self.optimizer,
-            beta=self.beta,
-            train_seq_len=self.train_seq_len,
-            validation_split_fraction=self.validation_split_fraction,
-            reference_eval_cache=self.reference_eval_cache,
-            peft_save_path=self.peft_save_path,
-            peft_hf_upload=self.peft_hf_upload,
-            merged_hf_save_path=self.merged_hf_save_path,
-            merged_hf_upload=self.merged_hf_upload,
-            hf_save_steps=self.hf_save_steps,
-            model=self.model,
-            data_seed=self.data_seed,
-            plan=self.plan,
-        )
+        # Upstream's command always compares with the base.
+        reference = AdapterBaseReferenceConfig()
+        return translate(self, TrainDpoConfig, use_hf_model_config=True, adapter=self.lora, reference=reference)

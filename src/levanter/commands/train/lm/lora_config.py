@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from levanter.commands.train.config import TrainLmConfig
-from levanter.commands.train.generation_config import TrainingGenerationConfig
+from levanter.commands.model.live_config import TrainingGenerationConfig
+from levanter.commands.train.config import TrainLmConfig, translate
 from levanter.config.plan_options import PlanOptions
 from levanter.config.validators import PathText, PositiveInt, Ranged
 from levanter.data.config import LmDataConfig
@@ -64,23 +64,5 @@ class LoraLmConfig(Ranged):
     @property
     def training(self) -> TrainLmConfig:
         """The run of `train_lm` that this is."""
-        return TrainLmConfig(
-            # The architecture is always the checkpoint's; `model` only adds runtime settings.
-            initialize_from_hf=self.initialize_from_hf,
-            use_hf_model_config=True,
-            adapter=self.lora,
-            data=self.data,
-            trainer=self.trainer,
-            optimizer=self.optimizer,
-            train_seq_len=self.train_seq_len,
-            peft_save_path=self.peft_save_path,
-            peft_hf_upload=self.peft_hf_upload,
-            merged_hf_save_path=self.merged_hf_save_path,
-            merged_hf_upload=self.merged_hf_upload,
-            hf_save_steps=self.hf_save_steps,
-            model=self.model,
-            sample_prompts=self.sample_prompts,
-            sample_every=self.sample_every,
-            generation=self.generation,
-            plan=self.plan,
-        )
+        # The architecture is always the checkpoint's; `model` only adds runtime settings.
+        return translate(self, TrainLmConfig, use_hf_model_config=True, adapter=self.lora)

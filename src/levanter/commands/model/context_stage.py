@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from levanter.commands.model.scoring_common import context_length_checks
 from levanter.commands.model.source import ModelBlock, ModelSource, UnknownArchitectureError, resolve_source
-from levanter.commands.train.config import TrainLmConfig
 from levanter.config import ExplicitKeys
 from levanter.layers.rotary import DefaultRotaryConfig, RotaryConfig, YarnRotaryConfig
 from levanter.models.registry import LmConfig
@@ -43,23 +42,31 @@ class ContextStage:
         )
 
 
-def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> ContextStage | None:
+def resolve_context_stage(
+    reference: str, model: LmConfig, written: ExplicitKeys, *, positions: int, adapters: bool
+) -> ContextStage | None:
     """The context extension of a run; None if it has none, or if the checkpoint is not reachable from here.
+
+    Args:
+        reference: the checkpoint that the run begins from.
+        model: the `model:` block, which is not replaced by the checkpoint's architecture.
+        written: the keys that the user wrote.
+        positions: tokens of a row.
+        adapters: whether adapters are trained instead of the model's weights.
 
     Raises:
         StageError: the block's rotary embeddings do not follow from the checkpoint's; lists every difference.
     """
-    rope = getattr(config.model, "rope", None)
-    # With `takes_architecture` the checkpoint's own rotary embeddings are used, so the block cannot stretch them.
-    if config.pretrained is None or config.takes_architecture or not isinstance(rope, YarnRotaryConfig):
+    rope = getattr(model, "rope", None)
+    if not isinstance(rope, YarnRotaryConfig):
         return None
     try:
-        architecture = resolve_source(config.pretrained, None).architecture
+        architecture = resolve_source(reference, None).architecture
     except UnknownArchitectureError:
         return None
     before = getattr(architecture, "rope", None)
     # Embeddings of other kinds (Llama 3's, linear scaling) have no YaRN fields to compare or to complete.
-    if type(architecture) is not type(config.model) or not isinstance(before, DefaultRotaryConfig | YarnRotaryConfig):
+    if type(architecture) is not type(model) or not isinstance(before, DefaultRotaryConfig | YarnRotaryConfig):
         return None
     original = trained_length(architecture)
     # Fields that the user did not write are the checkpoint's, not the defaults of the class.
@@ -95,22 +102,22 @@ def resolve_context_stage(config: TrainLmConfig, written: ExplicitKeys) -> Conte
         )
     # peft's adapter_config.json has no field for the base model's rotary embeddings, so an adapter would later be
     # loaded onto the unstretched model.
-    if config.lora is not None:
+    if adapters:
         raise StageError(
             "model.rope and adapter: adapter files do not record that the context of their model was stretched\n"
             "  → train the model's own weights in this stage, and adapters of its export afterwards"
         )
-    block = ModelBlock.of(config.model, written)
+    block = ModelBlock.of(model, written)
     assert block is not None
     # YaRN's factor counts from the original context, also if the checkpoint was stretched before.
     reach = rope.factor * original
     message = f"rotary embeddings are stretched by {rope.factor:g}, from {original:,} tokens to {reach:,.0f} (YaRN)"
     checks = [Check(name="stage", status="ok", message=message)]
     # Longer rows train, but their last positions lie outside the range that the factor was computed for.
-    if config.positions > reach:
+    if positions > reach:
         more = (
-            f"rows of {config.positions:,} tokens are longer than these {reach:,.0f}; factor "
-            f"{_factor(config.positions, original):g} reaches them"
+            f"rows of {positions:,} tokens are longer than these {reach:,.0f}; factor "
+            f"{_factor(positions, original):g} reaches them"
         )
         checks.append(Check(name="stage", status="note", message=more))
     return ContextStage(block=replace(block, config=_roped(block.config, before)), rope=rope, checks=tuple(checks))
@@ -123,9 +130,9 @@ def trained_length(architecture: LmConfig) -> int:
     return getattr(rope, "original_max_position_embeddings", None) or architecture.max_seq_len
 
 
-def context_checks(origin: ModelSource, config: TrainLmConfig) -> list[Check]:
+def context_checks(origin: ModelSource, length: int) -> list[Check]:
     """A note if rows are longer than the checkpoint's trained context and no rotary scaling extends it."""
-    architecture, length = getattr(origin.checkpoint, "config", None), config.positions
+    architecture = getattr(origin.checkpoint, "config", None)
     rope = getattr(architecture, "rope", None)
     # Without rotary embeddings (learned positions) there is no context to extrapolate from.
     if (
@@ -143,11 +150,10 @@ def context_checks(origin: ModelSource, config: TrainLmConfig) -> list[Check]:
     return [Check(name="context", status="note", message=message)]
 
 
-def length_checks(model: LmConfig, config: TrainLmConfig, origin: ModelSource | None) -> list[Check]:
+def length_checks(model: LmConfig, length: int, origin: ModelSource | None) -> list[Check]:
     """A note if rows are longer than the context that the model's configuration states, and exports will state."""
-    length = config.positions
     # A note about a checkpoint's context says more.
-    if length <= model.max_seq_len or (origin is not None and context_checks(origin, config)):
+    if length <= model.max_seq_len or (origin is not None and context_checks(origin, length)):
         return []
     subject = f"train_seq_len: rows of {length:,} tokens"
     if model.learned_positions:

@@ -6,30 +6,33 @@ copy and the cache are freed before the next step. So a step needs no further me
 the cache beside the whole training state.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import jax
+import haliax as hax
 from jax.sharding import Mesh
 
-from haliax_ext.abstract import abstract, leaves
+from haliax_ext.abstract import leaves
 from haliax_ext.errors import gib
-from haliax_ext.planner import plan_sharding
+from haliax_ext.planner import ShardingPlan, plan_sharding
 from haliax_ext.program import Program
 from haliax_ext.pytree import PyTree
+from levanter.commands.model.compiler import CompilerChoice
 from levanter.commands.model.generation import GenerationPlan, PlacedModel, describe_generation, with_whole_embed
+from levanter.commands.model.live_config import TrainingGenerationConfig
 from levanter.commands.model.sharding import plan_activation_sharding, resolve_mesh
 from levanter.commands.model.text_generator import ProcessEngine, process_engine
-from levanter.commands.train.generation_config import TrainingGenerationConfig
-from levanter.commands.train.trained_run import TrainedRun
 from levanter.distributed.compile_barrier import jit_together
 from levanter.inference.capacity import MAX_CPU_ROWS, MAX_ROWS
 from levanter.inference.config import CHUNK
 from levanter.inference.engine import DeviceRunner, make_schedule
 from levanter.inference.hand_over import HandOver, generation_module, plan_hand_over
 from levanter.inference.scheduler import Schedule
-from levanter.mesh import ResolvedMesh
+from levanter.mesh import MeshConfig, ResolvedMesh
+from levanter.models.base import LmHeadModel
+from levanter.models.precision import Precision
+from levanter.models.registry import LmConfig
 from levanter.runplan import Check, Target, Workload
 from levanter.trainer.trainable import bind
 
@@ -95,8 +98,39 @@ class LiveGeneration:
         return (Check(name="generation", status="ok", message=weights), *checks, *errors)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveModel:
+    """A model whose weights are on the devices for another purpose than generation, described.
+
+    Attributes:
+        config: the architecture.
+        Vocab: rows of embedding and head.
+        build: makes the model without adapters, abstract.
+        trained: the trained parameters, abstract: those of the model, or adapters.
+        frozen: the other parameters, abstract; None for none.
+        sharding: the placement of both.
+        mesh: the configuration of the mesh.
+        resolved: mesh and mappings of the run.
+        precision: the dtype policy.
+        compiler: options for XLA.
+        chip_hour_price: price of a chip for an hour; None if it is unknown.
+    """
+
+    config: LmConfig
+    Vocab: hax.Axis
+    build: Callable[[], LmHeadModel]
+    trained: PyTree
+    frozen: LmHeadModel | None
+    sharding: ShardingPlan
+    mesh: MeshConfig
+    resolved: ResolvedMesh
+    precision: Precision
+    compiler: CompilerChoice
+    chip_hour_price: float | None
+
+
 def describe_live_generation(
-    run: TrainedRun,
+    live: LiveModel,
     config: TrainingGenerationConfig,
     target: Target,
     *,
@@ -106,7 +140,7 @@ def describe_live_generation(
     """Describes the engine over the weights of a run.
 
     Args:
-        run: the training run.
+        live: the model of the run.
         config: the `generation:` block.
         target: the devices.
         texts: how many texts are generated at a time, at least.
@@ -115,58 +149,57 @@ def describe_live_generation(
     Raises:
         ValueError: the model has no cache, its weights have no such representation, or the rows cannot be sharded.
     """
-    resolved = _resolved(run, config, target)
-    # As in an evaluation: the whole model, with adapters bound.
-    trained = bind(run.state.model, run.frozen)
+    resolved = _resolved(live, config, target)
     module = generation_module(
-        lambda: abstract(lambda: run.build(jax.random.PRNGKey(0))),
-        run.state.model,
-        run.frozen,
-        dtype=run.precision.compute,
+        live.build,
+        live.trained,
+        live.frozen,
+        dtype=live.precision.compute,
         int8=config.quantize is not None,
         tied_head=config.tied_head,
         platform=target.platform,
         devices=resolved.spec.size,
     )
     # A configured limit also bounds what may be replicated without a finding.
-    hbm_bytes = run.config.trainer.mesh.hbm_bytes(target.hbm_bytes)
+    hbm_bytes = live.mesh.hbm_bytes(target.hbm_bytes)
     sharding = plan_sharding(
         leaves(module),
         resolved.mappings,
         resolved.spec,
         hbm_bytes=hbm_bytes,
-        on_conflict=run.config.trainer.mesh.on_conflict,
+        on_conflict=live.mesh.on_conflict,
     )
     placed = PlacedModel(
-        config=run.model,
+        config=live.config,
         module=module,
-        Vocab=run.Vocab,
+        Vocab=live.Vocab,
         sharding=sharding,
         # One part of one prompt on each shard is the largest call.
         activations=plan_activation_sharding(
-            run.model,
+            live.config,
             resolved,
             rows=resolved.batch_ways,
             positions=_chunk(config),
-            Vocab=run.Vocab,
-            precision=run.precision,
+            Vocab=live.Vocab,
+            precision=live.precision,
         ),
         resolved=resolved,
-        precision=run.precision,
-        compiler_options=dict(run.compiler.working["generate"]),
+        precision=live.precision,
+        compiler_options=dict(live.compiler.working["generate"]),
         hbm_bytes=hbm_bytes,
     )
     config = _with_sizes(config, resolved, target, texts=texts, length=length)
     return LiveGeneration(
         config=config,
-        engine=describe_generation(placed, config, target, chip_hour_price=run.config.plan.chip_hour_price),
+        engine=describe_generation(placed, config, target, chip_hour_price=live.chip_hour_price),
         hand_over=plan_hand_over(
-            trained,
-            run.state_plan.model,
+            # As in an evaluation: the whole model, with adapters bound.
+            bind(live.trained, live.frozen),
+            live.sharding,
             module,
             sharding,
             mappings=resolved.mappings,
-            compiler_options=run.compiler.default,
+            compiler_options=live.compiler.default,
         ),
     )
 
@@ -175,23 +208,23 @@ def _chunk(config: TrainingGenerationConfig) -> int:
     return CHUNK if config.prefill_chunk == "auto" else config.prefill_chunk
 
 
-def _resolved(run: TrainedRun, config: TrainingGenerationConfig, target: Target) -> ResolvedMesh:
-    """The mesh of training with the mappings of generation."""
+def _resolved(live: LiveModel, config: TrainingGenerationConfig, target: Target) -> ResolvedMesh:
+    """The mesh of the run with the mappings of generation."""
     # The engine then gathers weights for every token, and the copy is as small as the state's parameters.
     if config.mapping == "train":
-        return run.resolved
+        return live.resolved
     # The model's true vocabulary: the embedding's rows are those of training.
-    assert run.model.vocab_size is not None
+    assert live.config.vocab_size is not None
     resolved = resolve_mesh(
         target,
-        with_whole_embed(run.config.trainer.mesh),
-        run.model,
-        vocab=run.model.vocab_size,
+        with_whole_embed(live.mesh),
+        live.config,
+        vocab=live.config.vocab_size,
         positions=_chunk(config),
-        precision=run.precision,
+        precision=live.precision,
         backward=False,
     )
-    assert resolved.spec == run.resolved.spec, f"{resolved.spec} for generation, {run.resolved.spec} for training"
+    assert resolved.spec == live.resolved.spec, f"{resolved.spec} for generation, {live.resolved.spec} for the run"
     return resolved
 
 

@@ -14,7 +14,7 @@ from helpers.llama_on_mesh import abstract_model, named_arrays
 
 from haliax_ext.abstract import with_arrays
 from levanter.commands.cli.errors import run_entry_point
-from levanter.commands.train.context_extension import StageError
+from levanter.commands.model.context_stage import StageError
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe, train
 from levanter.compat.open import open_checkpoint
 from levanter.config import load_written

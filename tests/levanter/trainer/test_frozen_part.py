@@ -7,10 +7,10 @@ import optax
 import pytest
 
 from haliax_ext.abstract import abstract
-from levanter.commands.train.frozen import spared_flops
 from levanter.models.llama.config import LlamaConfig
 from levanter.models.mixtral.config import MixtralConfig
 from levanter.models.precision import Precision
+from levanter.trainer.frozen_part import spared_flops
 from levanter.trainer.state import abstract_frozen, abstract_state
 from levanter.trainer.trainable import Partition
 
