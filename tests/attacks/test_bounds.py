@@ -14,7 +14,6 @@ from helpers.attacks import Attack, judge, strike, table
 from levanter.base import input_limits as bounds
 from levanter.base.bounded_json import parse_json
 from levanter.base.input_limits import OutOfBoundsError, lines_bounded, read_bounded
-from levanter.base.time_limit import TookTooLong, time_limit
 from levanter.compat.gguf.file import open_gguf
 from levanter.compat.hf.errors import CheckpointError
 from levanter.config.yaml_nodes import compose, to_plain
@@ -22,6 +21,7 @@ from levanter.data.chat import ChatTemplate
 from levanter.data.errors import DataError
 from levanter.data.formats import TextLmDatasetFormat
 from levanter.data.readers import read_documents
+from levanter.data.template_sandbox import TookTooLong, time_limit
 from levanter.io.paths import expand, expand_braces
 
 BAD = 2

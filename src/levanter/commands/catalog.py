@@ -1,13 +1,30 @@
 """The entry points that can be planned, by command name. Listing them imports none of their modules."""
 
+import gc
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from levanter.runplan import EntryPoint
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pauses the garbage collector where imports create objects that all stay (a sixth of their CPU seconds)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            # Moves the new objects to the oldest generation. As young ones they would all be traversed at once.
+            gc.freeze()
+            gc.unfreeze()
+            gc.enable()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +47,8 @@ class EntryPointRef:
 
     def load(self) -> "EntryPoint[Any, Any, Any]":
         """Imports the entry point."""
-        return importlib.import_module(self.module).ENTRY_POINT
+        with collection_paused():
+            return importlib.import_module(self.module).ENTRY_POINT
 
     def config_class(self) -> type:
         """Imports its config class, and nothing else of the entry point."""

@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from levanter.base.bounded_json import lone_surrogate
 from levanter.base.input_limits import MIB, read_bounded
 from levanter.data.errors import DataError
-from levanter.data.record_values import NO_TEXT, ParsedArguments
+from levanter.data.record_values import ParsedArguments
 from levanter.data.template_sandbox import Sandbox, run
 from levanter.data.tokenizer import TemplateTokenizer, Tokenizer
 from levanter.io.paths import open_read
@@ -30,6 +30,8 @@ from levanter.io.paths import open_read
 # Marks around generated text while a template runs: noncharacters, which no text has.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
+NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
+"""Characters that no text of a conversation has: surrogates, and noncharacters, which serve as marks in templates."""
 
 
 class _Generation(Extension):
@@ -286,3 +288,27 @@ def _error_line(error: BaseException) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     return "" if line is None else f" at its line {line}"
+
+
+def invalid_character(value: object, where: str) -> str | None:
+    """Where a JSON value has a character that no text of a conversation has, in words; None where it has none.
+
+    Args:
+        value: text, or lists and objects of texts, whose keys are texts too.
+        where: its key, for the words.
+    """
+    if isinstance(value, str):
+        match = NO_TEXT.search(value)
+        return match and f"{where}: has U+{ord(match.group()):04X} at {match.start()}, which no text contains"
+    if isinstance(value, dict):
+        for key, item in value.items():
+            # A key with such a character cannot be printed itself.
+            if (problem := invalid_character(key, f"a key of {where}")) is not None:
+                return problem
+            if (problem := invalid_character(item, f"{where}.{key}")) is not None:
+                return problem
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            if (problem := invalid_character(item, f"{where}[{number}]")) is not None:
+                return problem
+    return None

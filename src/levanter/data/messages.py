@@ -15,8 +15,9 @@ from levanter.base.bounded_json import json_kind, parse_json
 from levanter.base.input_limits import OutOfBoundsError
 from levanter.config.errors import did_you_mean
 from levanter.data.assistant_mask import ASSISTANT
+from levanter.data.chat import invalid_character
 from levanter.data.errors import DataError, raise_problems
-from levanter.data.record_values import ParsedArguments, invalid_character
+from levanter.data.record_values import ParsedArguments
 
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython", "environment")
 """The roles that templates know. `format.roles` maps others to them."""

@@ -21,13 +21,13 @@ from typing import Any, Literal
 import numpy as np
 
 from levanter.data.assistant_mask import ASSISTANT
-from levanter.data.chat import ChatTemplate, select_template
+from levanter.data.chat import ChatTemplate, invalid_character, select_template
 from levanter.data.chat_targets import AnswerEncoder
 from levanter.data.conversations import chat_template
 from levanter.data.errors import DataError
 from levanter.data.formats import PreferenceChatLmDatasetFormat
 from levanter.data.messages import Conversation, checked_messages, template_arguments
-from levanter.data.record_values import invalid_character, record_value
+from levanter.data.record_values import record_value
 from levanter.data.store_write import Encoded
 from levanter.data.tokenizer import Tokenizer
 

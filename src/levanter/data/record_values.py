@@ -1,14 +1,10 @@
 """The values of records: JSON objects and rows of Parquet, with checks of keys, types and characters."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from levanter.base.bounded_json import lone_surrogate
 from levanter.data.errors import DataError
-
-NO_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
-"""Characters that no text of a conversation has: surrogates, and noncharacters, which serve as marks in templates."""
 
 T = TypeVar("T")
 
@@ -61,27 +57,3 @@ class ParsedArguments(dict[str, Any]):
     def __init__(self, value: Mapping[str, Any], json_text: str):
         super().__init__(value)
         self.json_text = json_text
-
-
-def invalid_character(value: object, where: str) -> str | None:
-    """Where a JSON value has a character that no text of a conversation has, in words; None where it has none.
-
-    Args:
-        value: text, or lists and objects of texts, whose keys are texts too.
-        where: its key, for the words.
-    """
-    if isinstance(value, str):
-        match = NO_TEXT.search(value)
-        return match and f"{where}: has U+{ord(match.group()):04X} at {match.start()}, which no text contains"
-    if isinstance(value, dict):
-        for key, item in value.items():
-            # A key with such a character cannot be printed itself.
-            if (problem := invalid_character(key, f"a key of {where}")) is not None:
-                return problem
-            if (problem := invalid_character(item, f"{where}.{key}")) is not None:
-                return problem
-    if isinstance(value, list):
-        for number, item in enumerate(value):
-            if (problem := invalid_character(item, f"{where}[{number}]")) is not None:
-                return problem
-    return None

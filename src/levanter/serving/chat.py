@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from levanter.base.bounded_json import Json
+from levanter.data.chat import invalid_character
 from levanter.data.messages import read_message, read_tools
-from levanter.data.record_values import invalid_character
 from levanter.inference.prompts import PromptRequest
 from levanter.inference.requests import MAX_TOP_LOGPROBS, ConstraintSpec, SamplingParams, params_to_json
 from levanter.serving.engine_thread import TokenDelta

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from levanter.commands.cli.main import collection_paused
+from levanter.commands.catalog import collection_paused
 
 pytestmark = pytest.mark.quick
 
