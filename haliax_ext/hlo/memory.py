@@ -5,9 +5,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from haliax_ext.hlo.parser import Computation, Instruction, Module, Shape
+if TYPE_CHECKING:
+    from haliax_ext.hlo.parser import Computation, Instruction, Module, Shape
 
 _SLICING = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "transpose", "copy", "convert", "bitcast-convert")
@@ -68,7 +69,7 @@ def memory_figures(analysis: MemoryStats) -> MemoryFigures:
     )
 
 
-def hbm_traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
+def hbm_traffic(module: "Module", computation: "Computation", instruction: "Instruction") -> int:
     """Bytes one execution of a scheduled instruction reads from and writes to HBM.
 
     Arrays that the layout places in on-chip memory do not count. An operand of which only a slice is taken counts as
@@ -95,16 +96,16 @@ def hbm_traffic(module: Module, computation: Computation, instruction: Instructi
     return _whole(computation, instruction)
 
 
-def _whole(computation: Computation, instruction: Instruction) -> int:
+def _whole(computation: "Computation", instruction: "Instruction") -> int:
     read = (computation.by_name.get(name) for name in instruction.operands)
     return sum(_hbm(operand.shapes) for operand in read if operand is not None) + _hbm(instruction.shapes)
 
 
-def _hbm(shapes: tuple[Shape, ...]) -> int:
+def _hbm(shapes: "tuple[Shape, ...]") -> int:
     return sum(shape.nbytes for shape in shapes if shape.memory_space == 0)
 
 
-def _updated(computation: Computation, array: str, update: str, *, adds: bool) -> int:
+def _updated(computation: "Computation", array: str, update: str, *, adds: bool) -> int:
     """Bytes of an update in place: it is read, and written to the array, which an addition reads too."""
     target, values = computation.by_name.get(array), computation.by_name.get(update)
     if target is None or values is None:
@@ -113,7 +114,7 @@ def _updated(computation: Computation, array: str, update: str, *, adds: bool) -
     return _hbm(values.shapes) + in_hbm * (2 if adds else 1)
 
 
-def _copied(computation: Computation, done: Instruction) -> int:
+def _copied(computation: "Computation", done: "Instruction") -> int:
     """Bytes of an asynchronous copy or slice, from its last instruction: as much arrives as was read."""
     start = computation.by_name.get(done.operands[0])
     if start is None or not start.operands:
@@ -126,7 +127,7 @@ def _copied(computation: Computation, done: Instruction) -> int:
     return (arriving if from_hbm else 0) + _hbm(done.shapes)
 
 
-def _operands_read(module: Module, computation: Computation, fusion: Instruction, inner: Computation) -> int:
+def _operands_read(module: "Module", computation: "Computation", fusion: "Instruction", inner: "Computation") -> int:
     total = 0
     for position, name in enumerate(fusion.operands):
         operand = computation.by_name.get(name)
@@ -158,7 +159,7 @@ class _Use:
         return _Use(self.share + other.share, self.passed_on or other.passed_on, self.moved or other.moved)
 
 
-def _use(module: Module, computation: Computation, name: str) -> _Use:
+def _use(module: "Module", computation: "Computation", name: str) -> _Use:
     """The use of `name` by all of its users inside a fusion."""
     elements = _elements(computation.by_name[name])
     # An operand that is itself the fusion's result is passed on, not read.
@@ -171,7 +172,7 @@ def _use(module: Module, computation: Computation, name: str) -> _Use:
     return use
 
 
-def _one_use(module: Module, computation: Computation, user: Instruction, position: int, elements: int) -> _Use:
+def _one_use(module: "Module", computation: "Computation", user: "Instruction", position: int, elements: int) -> _Use:
     if user.opcode in _VIEWS:
         # A bitcast only changes the shape; any other view must read the elements to make its result.
         return _use(module, computation, user.name) + _Use(moved=user.opcode != "bitcast")
@@ -197,17 +198,17 @@ def _one_use(module: Module, computation: Computation, user: Instruction, positi
     return _Use(1.0)
 
 
-def _elements(instruction: Instruction) -> int:
+def _elements(instruction: "Instruction") -> int:
     return sum(math.prod(shape.sizes) for shape in instruction.shapes)
 
 
-def _is_result(computation: Computation, instruction: Instruction) -> bool:
+def _is_result(computation: "Computation", instruction: "Instruction") -> bool:
     """Whether an instruction is used inside its fusion only as the fusion's result."""
     users = [user for user in computation.instructions if instruction.name in user.operands]
     return all(user.opcode == "tuple" or (user.opcode == "bitcast" and _is_result(computation, user)) for user in users)
 
 
-def _fusion_written(module: Module, inner: Computation, fusion: Instruction) -> int:
+def _fusion_written(module: "Module", inner: "Computation", fusion: "Instruction") -> int:
     root = inner.root
     names = root.operands if root.opcode == "tuple" else (root.name,)
     # Only the updated part of a result that is updated in place is written, and results in on-chip memory are not in
@@ -219,7 +220,7 @@ def _fusion_written(module: Module, inner: Computation, fusion: Instruction) -> 
     )
 
 
-def _written(module: Module, computation: Computation, name: str, nbytes: int) -> int:
+def _written(module: "Module", computation: "Computation", name: str, nbytes: int) -> int:
     """Bytes written of a result of `nbytes` that the instruction `name` makes: all, or the update in place."""
     instruction = computation.by_name.get(name)
     while instruction is not None and instruction.opcode == "bitcast":

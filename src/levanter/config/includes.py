@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, cast
 
-import fsspec
-
 from levanter.base.input_limits import DOCUMENT_BYTES, DOCUMENT_FILES, OutOfBoundsError, read_bounded
 from levanter.config.errors import Mark, Problem, nearest
 from levanter.config.yaml_nodes import ListNode, MapNode, Node, Scalar, compose, merged
@@ -91,6 +89,8 @@ class Files:
     def _text(self, location: str, reference: Mark | None) -> str | None:
         try:
             if _is_url(location):
+                import fsspec
+
                 with fsspec.open(location, "rb") as stream:
                     return read_bounded(cast(IO[bytes], stream), DOCUMENT_BYTES, where=location).decode("utf-8")
             with Path(location).open("rb") as stream:

@@ -12,13 +12,14 @@ import secrets
 import stat
 import sys
 from collections.abc import Iterator
-from typing import IO
-
-from fsspec import AbstractFileSystem
-from fsspec.spec import AbstractBufferedFile
+from typing import IO, TYPE_CHECKING
 
 from levanter.io.paths import base_name, filesystem, is_remote, local_path, process_descriptor, special_kind
 from levanter.io.write_errors import NO_SPACE, OutputError, output_error, output_errors
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+    from fsspec.spec import AbstractBufferedFile
 
 _LEFT_BEHIND = re.compile(r"\.(.*)\.\d+-[0-9a-f]{8}\.tmp")
 
@@ -196,7 +197,7 @@ def _remote(path: str) -> Iterator[IO[bytes]]:
         raise
 
 
-def _abandon(fs: AbstractFileSystem, file: AbstractBufferedFile, temporary: str) -> None:
+def _abandon(fs: "AbstractFileSystem", file: "AbstractBufferedFile", temporary: str) -> None:
     """Drops an upload, and the temporary object where it exists already."""
     with contextlib.suppress(OSError, NotImplementedError):
         # Aborts a multipart upload: its parts would otherwise be stored, and paid for, without an object.

@@ -15,12 +15,12 @@ import stat
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
-
-import fsspec
-from fsspec import AbstractFileSystem
+from typing import IO, TYPE_CHECKING, Any
 
 from levanter.base.input_limits import PATTERN_CHARACTERS, PATTERN_DEPTH, PATTERN_FILES, OutOfBoundsError, capped
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 # Also matches chained URLs of fsspec (`simplecache::gs://…`).
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)(?:::|://)")
@@ -77,6 +77,9 @@ def filesystem(path: str) -> tuple[Any, str]:
     Raises:
         ValueError: no installed package knows the URL's scheme.
     """
+    # Commands that only read a configuration need no file system.
+    import fsspec
+
     if not is_remote(path):
         return fsspec.filesystem("file"), os.path.abspath(local_path(path))
     try:
@@ -279,7 +282,7 @@ def _special_problem(path: str) -> str | None:
     return f"{path}: is a {kind}, not a regular file{again}\n  → write its content into a file, and name that"
 
 
-def _names_in(fs: AbstractFileSystem, folder: str) -> list[str] | None:
+def _names_in(fs: "AbstractFileSystem", folder: str) -> list[str] | None:
     try:
         return [base_name(entry) for entry in fs.ls(folder or "/", detail=False)]
     except (OSError, NotImplementedError):

@@ -14,10 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as RichProgress
-
 logger = logging.getLogger(__name__)
 
 RATE_WINDOW = 30.0
@@ -227,6 +223,11 @@ class _Bar:
     """One line on a terminal."""
 
     def __init__(self, description: str, stream: IO[str]):
+        # Only terminals have bars; the runs of a pod log lines.
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),

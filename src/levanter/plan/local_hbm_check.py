@@ -8,8 +8,8 @@ arithmetic: the inputs of the largest Program and its gradients. Temporaries are
 import re
 from dataclasses import replace
 
+from haliax_ext import hlo
 from haliax_ext.errors import gib
-from haliax_ext.hlo import OutOfMemory
 from levanter.plan.hbm_budget import Budget, hbm_budget
 from levanter.runplan import DoesNotFitError, RunPlan
 
@@ -63,7 +63,7 @@ def out_of_memory_error(plan: RunPlan, error: BaseException) -> DoesNotFitError 
             # The allocator reports the request that failed, not the sum; by
             # arithmetic it may even fit, yet it did not.
             needed = max(_needed(budget) + requested, limit + 1)
-            refusal = OutOfMemory(needed=needed, available=limit, allocations=(), message=first)
+            refusal = hlo.OutOfMemory(needed=needed, available=limit, allocations=(), message=first)
             lines += explain_oom(refusal, limited, budget, program=budget.largest)
     lines.append("fewer rows at once, shorter rows or more devices need less; `levanter plan` computes it before a run")
     return DoesNotFitError("\n".join(lines))
@@ -85,7 +85,7 @@ def _error(plan: RunPlan, budget: Budget, needed: int, name: str) -> DoesNotFitE
 
     limit = plan.target.limit_bytes
     assert limit is not None
-    beyond = OutOfMemory(needed=needed, available=limit, allocations=(), message="")
+    beyond = hlo.OutOfMemory(needed=needed, available=limit, allocations=(), message="")
     # Inputs that do not fit need no refusal by a compiler to explain; inputs with gradients get one made up here.
     lines = explain_oom(None if budget.arguments[name] > limit else beyond, plan, budget, program=name)
     shown = budget.arguments[name] if budget.arguments[name] > limit else needed

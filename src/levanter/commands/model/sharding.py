@@ -40,7 +40,6 @@ from levanter.models.lm_head.plan import planned_chunk
 from levanter.models.param_groups import hint
 from levanter.models.precision import Precision
 from levanter.models.registry import LmConfig
-from levanter.plan.context_parallel_cost import context_parallel_cost
 from levanter.runplan import Check, Target
 
 if TYPE_CHECKING:
@@ -71,7 +70,13 @@ def resolve_mesh(
     Raises:
         ShardingError: lists all problems of sizes and names.
     """
-    itemsize = np.dtype(precision.compute).itemsize
+    prices = None
+    # Only the links of TPUs have known rates.
+    if target.platform == "tpu":
+        from levanter.plan.context_parallel_cost import context_parallel_cost
+
+        itemsize = np.dtype(precision.compute).itemsize
+        prices = context_parallel_cost(model, target, positions=positions, itemsize=itemsize, backward=backward)
     return resolve(
         mesh,
         # Sizes by logical name; the resolver assigns mesh axes to them.
@@ -80,7 +85,7 @@ def resolve_mesh(
         granules=target.granules,
         hbm_bytes=target.hbm_bytes,
         # Time estimates, from which `auto` chooses how attention is parallelized over positions.
-        prices=context_parallel_cost(model, target, positions=positions, itemsize=itemsize, backward=backward),
+        prices=prices,
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from levanter.compat.hf.errors import CorruptFileError, MissingCheckpointFileError
-from levanter.io.ranges import FetchStats, LibraryFile, RangeFetcher, RangeSource, StoreFile, transient_errors
+from levanter.io import ranges
 
 RETRY_DELAYS = (0.2, 0.8, 2.4, 6.0)
 
@@ -139,7 +139,7 @@ def with_retry(action: Callable[[], R], *, what: str, delays: Iterable[float] = 
             return action()
         except (FileNotFoundError, PermissionError):
             raise
-        except transient_errors() as error:
+        except ranges.transient_errors() as error:
             if not waits:
                 error.add_note(f"while reading {what}")
                 raise
@@ -151,8 +151,8 @@ def with_retry(action: Callable[[], R], *, what: str, delays: Iterable[float] = 
 class RemoteFile:
     """A remote file: on a web server, or behind gs://, s3://, hf://, memory://, …"""
 
-    file: RangeSource
-    fetcher: RangeFetcher
+    file: "ranges.RangeSource"
+    fetcher: "ranges.RangeFetcher"
     # A request's latency is worth about 256 KiB of transfer.
     max_gap: int = 256 << 10
     page: int = 1
@@ -211,7 +211,7 @@ class RemoteFiles:
     files: tuple[RemoteFile, ...]
 
     @property
-    def _fetcher(self) -> RangeFetcher:
+    def _fetcher(self) -> "ranges.RangeFetcher":
         return self.files[0].fetcher
 
     @property
@@ -230,7 +230,7 @@ class RemoteFiles:
         return self._fetcher.hedge_bytes
 
     @property
-    def tally(self) -> FetchStats:
+    def tally(self) -> "ranges.FetchStats":
         """Counts of requests and bytes so far."""
         return self._fetcher.tally
 
@@ -255,7 +255,7 @@ class RemoteFiles:
 
     def _unchanged(self, file: RemoteFile) -> None:
         # HTTP responses carry an ETag with each range; these clients do not, so the metadata is compared once.
-        if isinstance(file.file, (LibraryFile, StoreFile)):
+        if isinstance(file.file, (ranges.LibraryFile, ranges.StoreFile)):
             self._fetcher.ask(file.file.check_unchanged, what=file.name)
 
     def __str__(self) -> str:

@@ -17,8 +17,8 @@ from levanter.base.bounded_json import parse_json
 from levanter.base.input_limits import JSON_BYTES, OutOfBoundsError, read_bounded
 from levanter.compat.hf.errors import CheckpointError, CorruptFileError, MissingCheckpointFileError
 from levanter.compat.hf.readers import ByteReader, LocalFile, RemoteFile, with_retry
+from levanter.io import ranges
 from levanter.io.paths import filesystem
-from levanter.io.ranges import Connections, HttpFile, RangeFetcher, is_web, remote_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -145,7 +145,7 @@ class RemoteFolder:
     @cached_property
     def _files(self) -> frozenset[str]:
         # HTTP has no listing of folders; object stores and file systems have one.
-        if is_web(self.url):
+        if ranges.is_web(self.url):
             return self._probe()
         fs, root = self._filesystem
         try:
@@ -183,7 +183,7 @@ class RemoteFolder:
 
     def text(self, file: str) -> bytes:
         """The content of a small file, with retries of requests that fail transiently."""
-        if is_web(self.url):
+        if ranges.is_web(self.url):
             web_file = self._web_file(file)
             content = self._fetcher.ask(lambda: web_file.whole(JSON_BYTES), what=self.where(file))
             return read_bounded(io.BytesIO(content), JSON_BYTES, where=self.where(file))
@@ -192,21 +192,21 @@ class RemoteFolder:
 
     def reader(self, file: str) -> ByteReader:
         """The file, read by range requests."""
-        return RemoteFile(remote_file(self.where(file), self._connections), self._fetcher)
+        return RemoteFile(ranges.remote_file(self.where(file), self._connections), self._fetcher)
 
-    def _web_file(self, file: str) -> HttpFile:
-        web_file = remote_file(self.where(file), self._connections)
-        assert isinstance(web_file, HttpFile), self.url
+    def _web_file(self, file: str) -> "ranges.HttpFile":
+        web_file = ranges.remote_file(self.where(file), self._connections)
+        assert isinstance(web_file, ranges.HttpFile), self.url
         return web_file
 
     @cached_property
-    def _connections(self) -> Connections:
-        return Connections()
+    def _connections(self) -> "ranges.Connections":
+        return ranges.Connections()
 
     @cached_property
-    def _fetcher(self) -> RangeFetcher:
+    def _fetcher(self) -> "ranges.RangeFetcher":
         """One fetcher for all files, so that its limits hold for the network, however many shards there are."""
-        return RangeFetcher()
+        return ranges.RangeFetcher()
 
     def local_path(self, file: str) -> Path:
         """Refuses: such a file must be copied to a local disk first."""

@@ -25,8 +25,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
+import levanter.layers.attention.lse_merge as lse_merge
 from haliax_ext.errors import ShardingError
-from levanter.layers.attention import lse_merge
 from levanter.layers.attention.kernel_specs import AxisShards
 from levanter.layers.attention.mask import AttentionMask
 

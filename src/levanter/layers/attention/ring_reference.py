@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from levanter.layers.attention import lse_merge
+import levanter.layers.attention.lse_merge as lse_merge
 from levanter.layers.attention.reference import HIDDEN
 from levanter.layers.attention.ring import Arrays, VisibleKeys
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as pallas
 
-from levanter.layers.attention import lse_merge
+import levanter.layers.attention.lse_merge as lse_merge
 from levanter.layers.attention.reference import HIDDEN
 from levanter.layers.attention.ring import Arrays, VisibleKeys
 from levanter.layers.attention.splash import BLOCKS
