@@ -17,6 +17,7 @@ from haliax_ext.lazy_imports import export_on_demand
 
 if TYPE_CHECKING:
     from levanter.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from levanter.checkpoint.checkpointer import count_kept as count_kept
     from levanter.checkpoint.discovery import checkpoint_at as checkpoint_at
     from levanter.checkpoint.discovery import find_checkpoints as find_checkpoints
     from levanter.checkpoint.discovery import latest as latest

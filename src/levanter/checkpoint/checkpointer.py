@@ -478,6 +478,21 @@ def is_kept(step: int, keep: Sequence[Interval]) -> bool:
     return False
 
 
+def count_kept(steps: int, keep: Sequence[Interval]) -> int:
+    """How many of the checkpoints of steps 1 to `steps` stay for ever, the last one included, which always does.
+
+    >>> count_kept(10_500, [(500, 1_000), (2_000, None)])
+    8
+    """
+    count = previous = 0
+    for every, until in keep:
+        end = steps if until is None else min(until, steps)
+        # An interval begins behind the last one, at multiples of its own number.
+        count += max(end // every - previous // every, 0)
+        previous = max(previous, end)
+    return count if steps < 1 or is_kept(steps, keep) else count + 1
+
+
 def expired_checkpoints(
     checkpoints: Sequence[CheckpointRef], *, newest: CheckpointRef, keep_last: int
 ) -> list[CheckpointRef]:

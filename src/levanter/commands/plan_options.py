@@ -1,8 +1,9 @@
 """Parser of the command line of `plan`: splits it into options of `plan` and arguments of the entry point."""
 
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from levanter.commands.catalog import ENTRY_POINTS, EntryPointRef
@@ -62,9 +63,29 @@ _WITH_VALUE = (
     "goal",
     "keep_hlo",
     "compare",
+    "price",
+    "interruptions_per_day",
+    "restart_wait",
+    "store_rate",
+    "storage_price",
+    "egress_price",
+    "deadline",
+    "budget",
 )
-_OF_PLAN_BLOCK = ("assume_tokens", "assume_requests", "chip_hour_price", "goal")
-"""Options that are keys of the block `plan:`."""
+_OF_PLAN_BLOCK = (
+    "assume_tokens",
+    "assume_requests",
+    "chip_hour_price",
+    "goal",
+    "interruptions_per_day",
+    "restart_wait",
+    "store_rate",
+    "storage_price",
+    "egress_price",
+    "deadline",
+    "budget",
+)
+"""Options that are keys of the block `plan:`. `--price` is one too, in a shorter form."""
 _SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "timed_only", "no_cache")
 
 HELP = """usage: python -m levanter.main.plan ENTRY_POINT --config_path FILE --target POD [--key value …]
@@ -86,7 +107,17 @@ options:
   --require_inputs     refuse a checkpoint, tokenizer or text that is absent or remote (default: list it)
   --assume_tokens N    tokens of the text, if it is unavailable (also `plan: {{assume_tokens: N}}` in the file)
   --assume_requests N  requests of the lm_eval tasks, if their documents are unavailable
-  --chip_hour_price D  price of a chip hour in dollars: runs that generate text report the price per million tokens
+  --price D            dollars for a chip-hour (GPU-hour): reports dollars of the job, or of a million tokens; by
+                       generation and kind of offer: --price v5p=D,v6e=D,v6e:spot=D. No price is assumed
+  --chip_hour_price D  the same as --price D
+  --deadline TIME      longest time of a training run, such as 7d or 36h: compares pods, and names the cheapest and the
+                       fastest that meet it: the targets, or for a single one its smaller and larger pods
+  --budget D           most dollars of a training run: as for --deadline
+  --interruptions_per_day N  how often the pod stops (default: the rate of a published run, by its chips)
+  --restart_wait TIME  from an interruption until the pod is there again (default: 0s)
+  --store_rate R       10⁹ bytes a second that a host reads from storage and writes to it (default: 2, assumed)
+  --storage_price D    dollars for 10⁹ bytes stored for a month
+  --egress_price D     dollars for 10⁹ bytes read from storage
   --search             look for meshes that fit better or run faster
   --goal GOAL          objective of a search for runs that generate text: max_rows, latency_ms, or
                        tokens_per_second (default)
@@ -128,33 +159,8 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
         if words:
             raise HelpRequested(help_text())
         raise PlanUsageError(f"no entry point given; known: {', '.join(ENTRY_POINTS)}\n\n{help_text()}")
-    problems: list[str] = []
-    values: dict[str, list[str]] = {name: [] for name in _WITH_VALUE}
-    switches: set[str] = set()
-    rest: list[str] = []
-    names: list[str] = []
-    while words:
-        word = words.pop(0)
-        flag, equals, text = word.removeprefix("--").partition("=")
-        # `--no-compile` and `--no_compile` are the same flag.
-        flag = flag.replace("-", "_")
-        # Only the first bare word names the entry point.
-        if not word.startswith("-") and not names and not rest:
-            names.append(word)
-        elif word.startswith("--") and flag in _SWITCHES and not equals:
-            switches.add(flag)
-        elif word.startswith("--") and flag in _WITH_VALUE:
-            # A word that starts with `--` is the next flag, not a value.
-            if not equals and (not words or words[0].startswith("--")):
-                problems.append(f"--{flag} needs a value")
-            else:
-                values[flag].append(text if equals else words.pop(0))
-        else:
-            rest.append(word)
-            if word.startswith("--") and "=" not in word:
-                # The next word is the key's value, whatever it looks like.
-                while words and not words[0].startswith("--"):
-                    rest.append(words.pop(0))
+    split = _split(words)
+    problems, values, switches, rest, names = split.problems, split.values, split.switches, split.rest, split.names
     # `--help` behind an entry point shows that entry point's keys, so no target is needed then.
     wants_help = any(word in ("-h", "--help") for word in rest)
     entry = ENTRY_POINTS.get(names[0]) if names else None
@@ -171,9 +177,17 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
     if {"all_programs", "timed_only"} <= switches:
         problems.append("--all_programs and --timed_only contradict each other")
     # A repeated option is most likely a mistake; only targets may be repeated.
-    for name in ("json", "html", *_OF_PLAN_BLOCK, "keep_hlo", "compare"):
+    for name in ("json", "html", *_OF_PLAN_BLOCK, "keep_hlo", "compare", "price"):
         if len(values[name]) > 1:
             problems.append(f"--{name} is given {len(values[name])} times")
+    prices: tuple[str, ...] = ()
+    if values["price"]:
+        try:
+            prices = _price_words(values["price"][0])
+        except PlanUsageError as error:
+            problems.append(str(error))
+    if prices and values["chip_hour_price"] and prices[0].startswith("--plan.chip_hour_price"):
+        problems.append("--price and --chip_hour_price both give the price of every target; keep one")
     if problems:
         raise PlanUsageError("\n".join(problems))
     assert entry is not None
@@ -184,7 +198,7 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
     return PlanRequest(
         entry_point=entry,
         # Options of the block `plan:` become overrides of the entry point's configuration.
-        argv=(*rest, *(f"--plan.{name}={first_value(name)}" for name in _OF_PLAN_BLOCK if values[name])),
+        argv=(*rest, *(f"--plan.{name}={first_value(name)}" for name in _OF_PLAN_BLOCK if values[name]), *prices),
         targets=tuple(dict.fromkeys(targets)),
         json=first_value("json"),
         html=first_value("html"),
@@ -196,6 +210,70 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
         cache="no_cache" not in switches,
         compare=bool(values["compare"]),
     )
+
+
+def _price_words(text: str) -> tuple[str, ...]:
+    """The words for the entry point's command line that mean `--price TEXT`.
+
+    >>> _price_words("4.2"), _price_words("v5p=4, v6e:spot=1.5")
+    (('--plan.chip_hour_price=4.2',), ('--plan.price={"v5p": 4, "v6e:spot": 1.5}',))
+
+    Raises:
+        PlanUsageError: the text is neither a number nor a list of generations with one.
+    """
+    # One number is the price of every target.
+    if "=" not in text:
+        return (f"--plan.chip_hour_price={text.removeprefix('$')}",)
+    entries: dict[str, str] = {}
+    for entry in text.split(","):
+        name, equals, dollars = (part.strip() for part in entry.partition("="))
+        if not equals or not name or not dollars:
+            raise PlanUsageError(f"--price {text}: expected dollars, or a list such as v5p=4,v6e:spot=1.5")
+        if name in entries:
+            raise PlanUsageError(f"--price {text}: {name} has two prices")
+        entries[name] = dollars.removeprefix("$")
+    # YAML, with quoted keys because of the colon in `v6e:spot`; numbers are checked by the configuration.
+    inner = ", ".join(f"{json.dumps(name)}: {dollars}" for name, dollars in entries.items())
+    return (f"--plan.price={{{inner}}}",)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The words of a command line: the entry point, options of `plan` by name, and the entry point's own words."""
+
+    names: list[str] = field(default_factory=list[str])
+    values: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in _WITH_VALUE})
+    switches: set[str] = field(default_factory=set[str])
+    rest: list[str] = field(default_factory=list[str])
+    problems: list[str] = field(default_factory=list[str])
+
+
+def _split(words: list[str]) -> _Split:
+    split = _Split()
+    values, rest, names = split.values, split.rest, split.names
+    while words:
+        word = words.pop(0)
+        flag, equals, text = word.removeprefix("--").partition("=")
+        # `--no-compile` and `--no_compile` are the same flag.
+        flag = flag.replace("-", "_")
+        # Only the first bare word names the entry point.
+        if not word.startswith("-") and not names and not rest:
+            names.append(word)
+        elif word.startswith("--") and flag in _SWITCHES and not equals:
+            split.switches.add(flag)
+        elif word.startswith("--") and flag in _WITH_VALUE:
+            # A word that starts with `--` is the next flag, not a value.
+            if not equals and (not words or words[0].startswith("--")):
+                split.problems.append(f"--{flag} needs a value")
+            else:
+                values[flag].append(text if equals else words.pop(0))
+        else:
+            rest.append(word)
+            if word.startswith("--") and "=" not in word:
+                # The next word is the key's value, whatever it looks like.
+                while words and not words[0].startswith("--"):
+                    rest.append(words.pop(0))
+    return split
 
 
 def suggest_plan_option(problem: Problem) -> Problem:

@@ -26,6 +26,8 @@ from levanter.commands.plan_options import (
     suggest_plan_option,
 )
 from levanter.config import ConfigError, Loaded, load_written
+from levanter.config.errors import did_you_mean
+from levanter.config.plan_options import PlanOptions
 from levanter.io import Output, atomic_write, printable, probe, setup_logging
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ if TYPE_CHECKING:
     from levanter.plan.search.space import Searched
     from levanter.plan.verdict import ProgramVerdict, Verdict
     from levanter.runplan import EntryPoint, RunPlan, Target
+
+
+KINDS = ("on_demand", "reserved", "spot")
+"""Kinds of offers that a generation has prices for."""
+ENDLESS = ("serve", "inference_repl")
+"""Entry points that run until somebody stops them."""
 
 
 def describe(payload: Mapping[str, Any], target: "Target") -> "RunPlan":
@@ -99,6 +107,7 @@ def _planned(request: PlanRequest) -> int:
             loaded = load_written(request.entry_point.config_class(), list(request.argv), program=program)
         except ConfigError as error:
             raise ConfigError(map(suggest_plan_option, error.problems)) from error
+        check_prices(loaded.config.plan)
         # Only now, after the configuration was parsed: importing the entry point takes seconds.
         entry_point = request.entry_point.load()
         import jax
@@ -121,6 +130,7 @@ def _planned(request: PlanRequest) -> int:
             scope=request.scope,
             require_inputs=request.require_inputs,
             kept=CompileCache.here() if request.cache else None,
+            options=loaded.config.plan,
         )
 
         def varied(words: tuple[str, ...]) -> Question:
@@ -136,6 +146,10 @@ def _planned(request: PlanRequest) -> int:
         question = replace(question, varied=varied)
         if request.compare and entry_point.describe_full_finetune is None:
             raise PlanUsageError(f"--compare {FULL}: {name} trains no adapters, so there is nothing to compare")
+        named, options = targets, loaded.config.plan
+        limited = options.deadline is not None or options.budget is not None
+        if limited:
+            targets = _compared_pods(request, targets)
         verdicts: list[Verdict] = []
         comparisons: list[Comparison] = []
         searches: dict[str, Searched] = {}
@@ -145,14 +159,47 @@ def _planned(request: PlanRequest) -> int:
             say(f"planning {request.entry_point.name} for {target}")
             one = replace(question, target=target, keep_text=folder)
             verdicts.append(preflight(one, progress=say))
+            # Pods that are only compared get no further answers.
+            if target not in named:
+                continue
             if request.compare:
                 comparisons += _compared(one, entry_point, loaded, verdicts[-1], say)
             if request.search:
                 searches |= _searched(one, entry_point, loaded, verdicts[-1], say)
-    _report(request, verdicts, searches, comparisons)
-    codes = {verdict.exit_code for verdict in verdicts}
+    _report(request, verdicts, searches, comparisons, named=named, options=options if limited else None)
+    codes = {verdict.exit_code for verdict in verdicts if _name(verdict) in named}
     # The order of severity: a run that does not fit outweighs a crash, which outweighs bad input.
     return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in codes), OK)
+
+
+def _name(verdict: "Verdict") -> str:
+    """The target of a verdict as it is listed."""
+    return LOCAL if verdict.accelerator is None else verdict.accelerator.name
+
+
+def _compared_pods(request: PlanRequest, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """The pods to compare for a deadline or a budget: the targets, or those of a single target's kind.
+
+    Raises:
+        PlanUsageError: the run has no end, or there is no pod to compare.
+    """
+    from levanter.hardware import parse_accelerator
+    from levanter.plan.pod_choice import pods_of_kind
+
+    if request.entry_point.name in ENDLESS:
+        raise PlanUsageError(
+            f"--deadline, --budget: {request.entry_point.name} has no end; --price D gives dollars for an hour and for "
+            "a million tokens"
+        )
+    if LOCAL in targets:
+        raise PlanUsageError("--deadline, --budget compare pods, and `local` is none: name a target such as v5p-8")
+    # Several targets are the list that the user wants compared.
+    if len(targets) > 1:
+        return targets
+    target = next(iter(targets))
+    kin = [pod.name for pod in pods_of_kind(parse_accelerator(target))]
+    # A topology that is not the default one of its size is no member of the list.
+    return tuple(kin) if target in kin else (target, *kin)
 
 
 def _compared(
@@ -246,16 +293,65 @@ def _checked(targets: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def check_prices(options: PlanOptions) -> None:
+    """Refuses prices of unknown generations and kinds.
+
+    Raises:
+        PlanUsageError: lists all of them, with the nearest known name.
+    """
+    from levanter.hardware import GENERATIONS
+
+    # Users write `v5e` as well as `v5litepod`.
+    names = [name for generation in GENERATIONS for name in (generation.name, *generation.aliases)]
+    problems = []
+    for key in options.price:
+        name, colon, kind = key.partition(":")
+        if name not in names:
+            problems.append(f"plan.price: unknown generation {name!r}{did_you_mean(name, names)}")
+        if colon and kind not in KINDS:
+            problems.append(
+                f"plan.price: unknown kind of offer {kind!r}{did_you_mean(kind, KINDS)} (known: {', '.join(KINDS)})"
+            )
+    if problems:
+        raise PlanUsageError("\n".join(problems))
+
+
 def _report(
     request: PlanRequest,
     verdicts: Sequence["Verdict"],
     searches: Mapping[str, "Searched"],
     comparisons: Sequence["Comparison"],
+    *,
+    named: Sequence[str],
+    options: PlanOptions | None,
 ) -> None:
-    """Prints the verdicts, and writes them to the requested files."""
-    from levanter.plan.report import compared_text, compared_values, render, to_html, to_json
+    """Prints the verdicts, and writes them to the requested files.
 
-    document, texts, pages = to_json(verdicts), [render(verdicts)], []
+    Args:
+        request: the command line.
+        verdicts: of all targets.
+        searches: by target.
+        comparisons: with full fine-tuning.
+        named: the targets that the user named; the text has no details of the others.
+        options: with a deadline or a budget, for which pods are compared; None for none.
+    """
+    from levanter.plan.pod_choice import choose_pods
+    from levanter.plan.report import (
+        choice_text,
+        choice_values,
+        compared_text,
+        compared_values,
+        render,
+        to_html,
+        to_json,
+    )
+
+    document, texts, pages = to_json(verdicts), [render([v for v in verdicts if _name(v) in named])], []
+    if options is not None:
+        choice = choose_pods(verdicts, options)
+        texts.append(choice_text(choice, options))
+        pages.append(("pods within deadline and budget", texts[-1]))
+        document["choice"] = choice_values(choice)
     for compared in comparisons:
         texts.append(compared_text(compared))
         pages.append((f"beside full fine-tuning on {compared.target}", texts[-1]))

@@ -14,7 +14,7 @@ from levanter.plan.hbm_budget import Budget
 from levanter.plan.load_budget import LoadBudget
 from levanter.plan.offload import Offloaded
 from levanter.plan.step_time_model import StepTime
-from levanter.runplan import RunPlan, Workload
+from levanter.runplan import PlanOptions, RunPlan, Workload
 
 StageStatus = Literal["ok", "refused", "unchecked", "skipped", "crashed"]
 
@@ -103,6 +103,8 @@ class Verdict:
         stages: in the order they were done.
         exit_code: of the process.
         headline: the verdict in one line.
+        notes: remarks that are not the plan's own.
+        options: the block `plan:`: prices, rates and limits that only a person knows.
     """
 
     plan: RunPlan | None
@@ -115,6 +117,7 @@ class Verdict:
     exit_code: int
     headline: str
     notes: tuple[str, ...] = field(default=())
+    options: PlanOptions = PlanOptions()
 
     @property
     def fits(self) -> bool | None:

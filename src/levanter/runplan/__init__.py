@@ -26,6 +26,7 @@ from levanter.runplan.run_plan import NonFiniteResultError as NonFiniteResultErr
 from levanter.runplan.run_plan import RunPlan as RunPlan
 from levanter.runplan.run_plan import RunRefused as RunRefused
 from levanter.runplan.run_plan import Searchable as Searchable
+from levanter.runplan.run_plan import TrainingJob as TrainingJob
 from levanter.runplan.run_plan import Workload as Workload
 from levanter.runplan.session import Recorder as Recorder
 from levanter.runplan.session import Session as Session

@@ -60,6 +60,35 @@ class Workload:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """Facts of a training run that its cost depends on and that its Programs do not state.
+
+    Attributes:
+        steps: of the complete run.
+        default_steps: whether `steps` is the default because the configuration does not set it.
+        checkpoint_bytes: bytes of one checkpoint, on all hosts together.
+        restored_host_bytes: bytes of a checkpoint that one host reads when the run resumes.
+        reread_host_bytes: bytes of weights that no checkpoint contains, which a host reads on every start.
+        permanent_checkpoints: checkpoints that stay, the last one included.
+        permanent_every: steps between two of them; None if there is only the last one.
+        save_seconds: time between two temporary checkpoints; None for none.
+        temporary_checkpoints: how many temporary ones are stored at a time.
+        exports: exports of the model or of its adapters, the last one included.
+    """
+
+    steps: int
+    default_steps: bool
+    checkpoint_bytes: int
+    restored_host_bytes: int
+    reread_host_bytes: int
+    permanent_checkpoints: int
+    permanent_every: int | None
+    save_seconds: float | None
+    temporary_checkpoints: int
+    exports: int
+
+
 class RunRefused(ValueError):
     """The plan has errors; the message lists all of them."""
 
@@ -145,6 +174,7 @@ class RunPlan(Generic[W]):
         computing: the Programs of the work, in order; those of loading are in `load`.
         saving: the Programs that gather results to the hosts, after or between those.
         workloads: the work of the Programs that make up the job's time.
+        job: of a training run, what its cost depends on besides its Programs; None for other runs.
         notes: every decision that the user did not write.
         work: the other inputs of `execute` (batches, outputs), in a type of the entry point.
         resident_bytes: bytes on a device that stay allocated for the whole run, by kind; None for the parameters alone.
@@ -163,6 +193,7 @@ class RunPlan(Generic[W]):
     computing: tuple[Program, ...]
     saving: tuple[Program, ...] = ()
     workloads: tuple[Workload, ...] = ()
+    job: TrainingJob | None = None
     notes: tuple[str, ...] = ()
     # Not in the repr: it may hold every batch of a run.
     work: W = field(repr=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from levanter.checkpoint.checkpointer import check_intervals, expired_checkpoints, is_kept
+from levanter.checkpoint.checkpointer import check_intervals, count_kept, expired_checkpoints, is_kept
 from levanter.checkpoint.refs import CheckpointRef, Kind
 
 pytestmark = pytest.mark.quick
@@ -23,6 +23,13 @@ def ref(step: int, kind: Kind, saved_at: float | None = None) -> CheckpointRef:
 def test_intervals_follow_one_another():
     keep = [(10, 30), (25, 100), (1000, None)]
     assert [step for step in range(0, 2500) if is_kept(step, keep)] == [10, 20, 30, 50, 75, 100, 1000, 2000]
+
+
+@pytest.mark.parametrize("keep", [[], [(7, None)], [(10, 30), (25, 100), (1000, None)], [(500, 40), (3, 60)]])
+def test_permanent_checkpoints_are_counted_as_they_are_kept(keep):
+    for steps in (1, 29, 30, 60, 75, 99, 2000):
+        # The last one stays for ever, whatever its step.
+        assert count_kept(steps, keep) == sum(is_kept(step, keep) or step == steps for step in range(1, steps + 1))
 
 
 def test_nothing_is_kept_after_the_last_end_nor_without_intervals():

@@ -24,6 +24,7 @@ from levanter.main.plan import main
 
 MAIN = Path(levanter.main.__file__).parent
 ROOT = Path(__file__).parents[3]
+SERVED = ROOT / "config" / "serve" / "llama3.1_70b_int8.yaml"
 # Without a model or an accelerator (`plan` itself, reports), or a demonstration made of two runs that can be planned.
 WITHOUT_A_PLAN = {
     "plan",
@@ -258,3 +259,72 @@ def test_ctrl_c(tmp_path, folder):
         assert "interrupted" in running.stderr.read()
         assert running.wait(timeout=200) == 130
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "argv"),
+    [
+        ("--price 4.2", ("--plan.chip_hour_price=4.2",)),
+        ("--price $4", ("--plan.chip_hour_price=4",)),
+        ("--price v5p=4,v6e:spot=1.5", ('--plan.price={"v5p": 4, "v6e:spot": 1.5}',)),
+        ("--deadline 7d --budget=2e4", ("--plan.deadline=7d", "--plan.budget=2e4")),
+    ],
+)
+def test_prices_and_limits_become_keys_of_the_block_plan(words, argv):
+    asked = parse_plan_request(["train_lm", "--target", "v5p-8", *words.split()])
+    assert asked.argv == argv
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--price 0", "plan.chip_hour_price: must be positive, got 0"),
+        ("--price -1", "must be positive"),
+        ("--price NaN", "expected a number"),
+        ("--price v5p=", "a list such as v5p=4"),
+        ("--price v5p=4,v5p=5", "v5p has two prices"),
+        ("--price v5q=4", "unknown generation 'v5q'; did you mean `v5p`"),
+        ("--price v5p:spto=4", "unknown kind of offer 'spto'; did you mean `spot`?"),
+        ("--price 4 --chip_hour_price 5", "keep one"),
+        ("--chip_hour_price inf", "expected a number"),
+        ("--interruptions_per_day -1", "plan.interruptions_per_day: must not be negative"),
+        ("--store_rate 0", "plan.store_rate: must be positive"),
+        ("--deadline soon", 'plan.deadline: expected a duration such as 15m or null, got "soon"'),
+        ("--budget 1e30", "plan.budget: must be above 0 and at most"),
+        ("--pirce 4", "did you mean `price`?"),
+    ],
+)
+def test_prices_and_limits_that_make_no_sense_are_refused(words, message, capsys):
+    code = main(["train_lm", "--target", "v5p-8", "--no-compile", *words.split()])
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            f"serve --config_path {SERVED} --target v5e-8 --budget 10",
+            "serve has no end; --price D gives dollars for an hour",
+        ),
+        ("train_lm --target local --deadline 7d", "`local` is none: name a target such as v5p-8"),
+    ],
+)
+def test_limits_of_what_has_no_end_or_is_no_pod_are_refused(words, message, capsys):
+    assert main([*words.split(), "--no-compile"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_deadline_compares_pods_of_the_same_kind(tmp_path, folder, capsys):
+    path = evaluation(tmp_path, folder, mesh={"axes": {"model": 1}})
+    words = ["eval_lm", "--config_path", path, "--target", "h100x1", "--no-compile", "--deadline", "1h"]
+    assert main([*words, "--price", "h100=3", "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    values = json.loads(printed.out)
+    assert [offer["target"] for offer in values["choice"]["offers"]] == ["h100x1", "h100x2", "h100x4"]
+    assert [verdict["target"] for verdict in values["verdicts"]] == ["h100x1", "h100x2", "h100x4"]
+    assert (values["choice"]["cheapest"], values["choice"]["compared_by"]) == ("h100x1", "dollars")
+    # Details of the target alone, and one line for each of the others.
+    assert printed.err.count("before you pay") == 1
+    assert "pods within a deadline of 1h" in printed.err
+    assert "not compiled: times are estimates" in printed.err

@@ -24,6 +24,7 @@ from levanter.commands.train.resolved import resolve_training_config
 from levanter.commands.train.run import execute
 from levanter.commands.train.run_dirs import interrupted_message, run_outputs
 from levanter.commands.train.samples import find_live_texts
+from levanter.commands.train.saving import training_job
 from levanter.commands.train.task import BetweenSteps, TrainingTask
 from levanter.commands.train.trained_run import ResolvedTraining, TrainedRun
 from levanter.commands.train.work import Trained, TrainPlan, TrainWork
@@ -133,6 +134,7 @@ def describe_training(task: TrainingTask, target: Target, *, written: ExplicitKe
             ),
             *(workload for work in between_steps for workload in work.workloads),
         ),
+        job=training_job(run, load, target),
         notes=resolved.notes,
         resident_bytes=run.resident_bytes,
         coresident_bytes=coresident_bytes(run, programs, saving, between_steps),

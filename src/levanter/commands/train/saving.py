@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
+from haliax_ext.load_plan import LoadPlan
 from haliax_ext.replica_slices import PROGRAM_NAME
-from levanter.checkpoint import Checkpointer, CheckpointRef, used_shapes
+from levanter.checkpoint import Checkpointer, CheckpointRef, count_kept, used_shapes
 from levanter.commands.model.saved_model import model_metadata
 from levanter.commands.train.adapters import save_adapters
 from levanter.commands.train.run_dirs import RunDirs, checkpoint_watch
 from levanter.commands.train.task import TASK, Running
+from levanter.commands.train.trained_run import TrainedRun
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import ExportExtras, export
 from levanter.compat.hf.tokenizer import FastTokenizer
@@ -18,6 +20,7 @@ from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed, barrier
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Lease, Progress
 from levanter.models.base import LmHeadModel
+from levanter.runplan import Target, TrainingJob
 from levanter.trainer.hooks import Every, SaveCheckpoint
 from levanter.trainer.loop import Ended, Pause
 from levanter.trainer.train_state import TrainState
@@ -116,6 +119,41 @@ def build_checkpointer(plan: TrainPlan, dirs: RunDirs, leases: Sequence[Lease]) 
         used=used_shapes((planned.leaf for planned in work.state_plan.whole.leaves), {"vocab": vocab}),
         watch=checkpoint_watch(written.debug),
         leases=leases,
+    )
+
+
+def training_job(run: TrainedRun, load: LoadPlan | None, target: Target) -> TrainingJob:
+    """What the cost of a run depends on besides its Programs: its steps, and the bytes that it saves and restores.
+
+    Args:
+        run: the training run.
+        load: the weights that are read when it begins; None for none.
+        target: the devices.
+    """
+    trainer, whole, second = run.config.trainer, run.state_plan.whole, run.models.resident
+    saved, steps = trainer.checkpointer, trainer.num_train_steps
+    nbytes = sum(planned.leaf.nbytes for planned in whole.leaves)
+    on_a_host = whole.bytes_per_device * (target.devices // target.hosts)
+    # Frozen weights are in no checkpoint, so they are read again (`initial_state.py`); so is a second model.
+    again = [load if run.frozen is not None else None, None if second is None else second.load]
+    keep = [(interval.every, interval.until) for interval in saved.keep]
+    # With several intervals, the longest: an interruption loses at most as many steps.
+    spacing = [every for every, _ in keep if every <= steps]
+    exports = 0
+    if any((run.config.hf_save_path, run.config.peft_save_path, run.config.merged_hf_save_path)):
+        exports = -(-steps // run.config.hf_save_steps)
+    return TrainingJob(
+        steps=steps,
+        default_steps="trainer.num_train_steps" not in run.written,
+        checkpoint_bytes=nbytes,
+        # A host reads an array that several of its devices hold once.
+        restored_host_bytes=min(nbytes, on_a_host),
+        reread_host_bytes=sum(max(plan.bytes_by_host, default=0) for plan in again if plan is not None),
+        permanent_checkpoints=count_kept(steps, keep),
+        permanent_every=max(spacing, default=None),
+        save_seconds=None if saved.save_interval is None else saved.save_interval.total_seconds(),
+        temporary_checkpoints=saved.keep_last_temporary_checkpoints,
+        exports=exports,
     )
 
 

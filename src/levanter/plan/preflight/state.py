@@ -13,7 +13,16 @@ from haliax_ext.errors import gib
 from levanter.plan.compile_cache import CompileCache
 from levanter.plan.hbm_lower_bound import HbmLowerBound
 from levanter.plan.verdict import Stage, StageStatus
-from levanter.runplan import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NOT_DECIDED, OK, RunPlan, Target
+from levanter.runplan import (
+    BAD_INPUT,
+    COMPILER_CRASH,
+    DOES_NOT_FIT,
+    NOT_DECIDED,
+    OK,
+    PlanOptions,
+    RunPlan,
+    Target,
+)
 
 Progress = Callable[[str], None]
 Scope = Literal["timed", "run", "all"]
@@ -39,6 +48,7 @@ class Question:
         kept: the cache of compiler results; None to compile every Program.
         varied: the question of the same run with more words on its command line, for advice on a run that does not
             fit; None where the run has no command line. Raises a `ValueError` for wrong words.
+        options: the block `plan:` of the run's configuration.
     """
 
     target: str
@@ -52,6 +62,7 @@ class Question:
     keep_text: Path | None = None
     kept: CompileCache | None = None
     varied: "Callable[[tuple[str, ...]], Question] | None" = None
+    options: PlanOptions = PlanOptions()
 
 
 @dataclass

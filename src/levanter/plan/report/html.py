@@ -23,6 +23,7 @@ from levanter.html.markup import Content, Html, bullet_list, escaped, section, t
 from levanter.html.page import document, style_sheet
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.report import charts, timing, view
+from levanter.plan.report.before_you_pay import TITLE, cost_rows
 from levanter.plan.report.serving import ReportTable, serving_sheets
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
@@ -134,7 +135,7 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
     content += [_bytes(verdict), _arrays(verdict, most)]
     for program in view.main_and_others(verdict)[0]:
         content += [_time(verdict, program), _collectives(verdict, program)]
-    content += [_loading(verdict), _programs(verdict), _stages(verdict)]
+    content += [_cost(verdict), _loading(verdict), _programs(verdict), _stages(verdict)]
     for title, entries in (
         ("Not checked here", view.unchecked(verdict)),
         ("Not in the time model", view.unknown(verdict)),
@@ -143,6 +144,14 @@ def _panel(verdict: Verdict, id_: str, most: int) -> Html:
         if entries:
             content.append(section(title, bullet_list(entries)))
     return tag("div", content, class_="panel", id=id_)
+
+
+def _cost(verdict: Verdict) -> Content:
+    """What the whole job costs."""
+    rows = [(row.name, row.value, row.reason) for row in cost_rows(verdict)]
+    if not rows:
+        return ""
+    return section(TITLE.capitalize(), table(("", "figure", "from"), rows), note=view.basis_of_all(verdict))
 
 
 def _serving(sheet: ReportTable) -> Content:

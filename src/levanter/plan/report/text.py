@@ -21,6 +21,7 @@ from levanter.html.format import (
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.load_budget import LoadBudget
 from levanter.plan.report import timing, view
+from levanter.plan.report.before_you_pay import cost_lines
 from levanter.plan.report.serving import as_text, serving_sheets
 from levanter.plan.report.text_table import WIDTH, Align, bar, paragraph, table
 from levanter.plan.step_time_model import StepTime
@@ -100,7 +101,7 @@ def _one(verdict: Verdict) -> list[str]:
     lines += [*_bytes(verdict), *_largest(verdict), *_loading(verdict.load), *_programs(verdict)]
     for program in view.main_and_others(verdict)[0]:
         lines += [*_time(verdict, program), *_collectives(verdict, program)]
-    lines += _job(verdict)
+    lines += [*_job(verdict), *cost_lines(verdict)]
     lines += _listed("not in the time model", view.unknown(verdict))
     lines += _listed("not checked here", view.unchecked(verdict))
     return lines + _listed("notes", view.notes(verdict))

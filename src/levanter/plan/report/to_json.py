@@ -11,6 +11,7 @@ from typing import Any
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.hbm_budget import Resident
 from levanter.plan.report import timing, view
+from levanter.plan.report.before_you_pay import cost_values
 from levanter.plan.report.serving import serving_values
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
@@ -58,6 +59,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "arrays": [] if budget is None else [_resident(resident) for resident in budget.residents],
         "loading": _loading(verdict),
         "serving": serving_values(verdict),
+        "cost": cost_values(verdict),
         "programs": [_program(verdict, program) for program in verdict.programs],
         "not_checked": list(view.unchecked(verdict)),
         "not_modelled": list(view.unknown(verdict)),
