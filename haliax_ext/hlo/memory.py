@@ -26,12 +26,13 @@ class MemoryFigures:
         argument: inputs, layout padding included.
         output: results; those aliased to inputs are in both.
         alias: results written over donated inputs.
-        temp: everything alive in between, as the compiler reports it.
+        temp: everything alive in between, as the compiler reports it. On TPUs it is up to half more than what is in
+            HBM: arrays count in it that never are there together.
         generated_code: the program.
-        peak: the compiler's own peak of live bytes; `None` where it states none. It is this number that the TPU
-            compiler compares with HBM when it refuses a program (measured by growing one until it was refused). It can
-            be less than `total` where results and temporaries share memory, and more for tiny programs, where it
-            includes on-chip memory.
+        peak: the compiler's own peak of live bytes; `None` where it states none. On TPUs up to 1 % less than `heap`,
+            because arrays cannot be packed without gaps; more for tiny programs, where it includes on-chip memory.
+        heap: inputs, new results and temporaries as they are packed into HBM, gaps included; `None` where it is not
+            known. The TPU compiler refuses a program by this number, without the program's code.
     """
 
     argument: int
@@ -40,6 +41,7 @@ class MemoryFigures:
     temp: int
     generated_code: int
     peak: int | None = None
+    heap: int | None = None
 
     @property
     def total(self) -> int:

@@ -79,13 +79,29 @@ class Compiled:
     def peak_bytes(self) -> int:
         """Bytes on a device that count against its memory.
 
-        On a TPU the compiler's peak. Elsewhere the stated peak leaves out the temporaries, which are one allocation in
+        On a TPU the heap, by which its compiler refuses a Program; the compiler's peak, up to 1 % less, where a
+        cached result has no heap. Elsewhere the stated peak leaves out the temporaries, which are one allocation in
         addition to inputs and results, so the total counts.
         """
-        stated = self.memory.peak if self.coordinates is not None else None
+        stated = self.memory.heap or self.memory.peak if self.coordinates is not None else None
         # Of a GPU also what cuDNN will ask for on the device.
         workspace = 0 if self.figures is None else self.figures.workspace_bytes
         return stated or self.memory.total + workspace
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of results that are not written over donated inputs."""
+        return self.memory.output - self.memory.alias
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The rest of `peak_bytes` beside inputs and new results.
+
+        On TPUs the compiler's own figure of temporaries counts arrays that are never in memory together.
+        """
+        # Results may share memory with temporaries that end before, so the difference is what the temporaries take in
+        # addition. Of a GPU it has the code and cuDNN's workspace, since its total counts them.
+        return max(0, self.peak_bytes - self.memory.argument - self.result_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

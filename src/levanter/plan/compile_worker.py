@@ -17,7 +17,9 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,11 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jax.stages import Compiled as Executable
     from jax.stages import Lowered
+
+
+_DUMP = "xla_dump_to"
+_HEAP = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
+"""In a memory report; on-chip memory and that of the host have lists of their own."""
 
 
 class Lowerable(Protocol):
@@ -187,8 +194,12 @@ class CompilerSession:
         program_options: Mapping[str, str] = getattr(program, "compiler_options", {})
         try:
             # `lowered` carries the Program's options already; those passed here override them.
-            with translate_option_errors(program.name, {**program_options, **self.options}):
-                compiled = lowered.compile(compiler_options=self._compile_options or None)
+            with (
+                translate_option_errors(program.name, {**program_options, **self.options}),
+                self._memory_report() as (dump_options, heap_bytes),
+            ):
+                compiled = lowered.compile(compiler_options={**self._compile_options, **dump_options} or None)
+                heap = heap_bytes()
         except jax.errors.JaxRuntimeError as error:
             # A Program that does not fit is a result, cached like any other; every
             # other error is the compiler's failure.
@@ -198,6 +209,8 @@ class CompilerSession:
         else:
             report["compile_seconds"] = time.monotonic() - started
             facts, text = _read(compiled)
+            # Beside JAX's figures, which do not have it.
+            facts["memory"]["heap"] = heap
             report |= {**facts, "coordinates": _coordinates(jax_mesh)}
         if self.kept is not None and key is not None:
             self.kept.keep(key, CachedOutcome(report=report, text=text, compiled_at=time.time()), way=digest)
@@ -209,6 +222,26 @@ class CompilerSession:
         """Options in addition to the Program's: those that the compiler needs without a device, and the request's."""
         needed = {} if self.accelerator is None else compiler_for(self.accelerator).options()
         return {**needed, **self.options}
+
+    @contextmanager
+    def _memory_report(self) -> Iterator[tuple[dict[str, str], Callable[[], int | None]]]:
+        """Options that let the TPU compiler write its memory report, and a function that reads the heap from it.
+
+        Of a Program that fits, nothing else states the bytes by which the compiler decides. The options are no part of
+        the cache key: they change nothing that is compiled.
+        """
+        # A user who lets XLA write its files already gets them where they were wanted.
+        if (
+            self.accelerator is None
+            or self.accelerator.generation.platform != "tpu"
+            or _DUMP in os.environ.get("XLA_FLAGS", "")
+        ):
+            yield {}, lambda: None
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            # The folder gets some texts of the Program, a few MB, and no file for a single pass of the compiler. It is
+            # removed once the report has been read.
+            yield {_DUMP: folder, "xla_dump_hlo_pass_re": "NONE"}, lambda: reported_heap(Path(folder))
 
     @property
     def _slices(self) -> list[int] | None:
@@ -240,6 +273,16 @@ class CompilerSession:
         path = self.folder / f"{program.name}.hlo.txt"
         path.write_text(text)
         return {"text": str(path)}
+
+
+def reported_heap(folder: Path) -> int | None:
+    """Bytes of the heap of HBM in the memory report that the TPU compiler wrote; None where there is none."""
+    # The compiler writes the report before it decides, so there is one of a Program that it refuses, too; the text of
+    # the refusal has the same number with two decimals.
+    for path in sorted(folder.glob("*memory-usage-report.txt")):
+        if (total := _HEAP.search(path.read_text())) is not None:
+            return int(total[1])
+    return None
 
 
 def _read(compiled: "Executable") -> tuple[dict[str, Any], str | None]:

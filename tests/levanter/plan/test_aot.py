@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from haliax_ext.hlo import MemoryFigures
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
 from levanter.plan import aot, compile_pool, compilers
 from levanter.plan.aot import CompileCrash, Compiled, CompilerMissing, WorkerBadInput, compile_programs
+from levanter.plan.compile_worker import reported_heap
 from levanter.plan.target_from_name import pod_target
 
 PROGRAMS = Path(__file__).parents[2] / "aot" / "described_programs.py"
@@ -84,6 +86,33 @@ def test_without_the_gpu_compiler_one_line_says_how_to_get_it(plugin, line, monk
     with pytest.raises(CompilerMissing, match=rf"compiling for h100x8 {line}") as caught:
         compile_programs("x:y", {}, target="h100x8")
     assert "\n" not in str(caught.value) and "--no-compile" in str(caught.value)
+
+
+REPORT = """Memory Space: vmem (color=1)
+Total bytes: 512 (512B)
+
+Memory Space: default (color=0)
+Total bytes: 12582912 (12.00MiB)
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+"""
+
+
+def test_the_heap_is_that_of_hbm_in_the_compilers_memory_report(tmp_path):
+    assert reported_heap(tmp_path) is None
+    (tmp_path / "module_0001.jit_f.after_optimizations-memory-usage-report.txt").write_text(REPORT)
+    assert reported_heap(tmp_path) == 12 << 20
+
+
+@pytest.mark.parametrize(("heap", "on_tpu", "peak"), [(110, True, 110), (None, True, 100), (None, False, 141)])
+def test_inputs_results_and_temporaries_add_up_to_the_peak(heap, on_tpu, peak):
+    """The compiler's `temp` (70) is more than there ever is on a TPU, and what there is on a GPU."""
+    memory = MemoryFigures(argument=60, output=20, alias=10, temp=70, generated_code=1, peak=100, heap=heap)
+    compiled = Compiled(
+        name="step", mesh=MeshSpec.of(data=1), memory=memory, figures=None, text_error=None,
+        coordinates=((0, 0, 0, 0, 0),) if on_tpu else None, lower_seconds=0.0, compile_seconds=0.0,
+    )  # fmt: skip
+    assert compiled.peak_bytes == peak == 60 + compiled.result_bytes + compiled.temporary_bytes
+    assert compiled.result_bytes == 10
 
 
 def test_the_environment_of_a_pod(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from helpers.drawn_steps import steps_by_name
 from helpers.golden import GOLDEN
 
+from levanter.hardware import parse_accelerator
 from levanter.plan.hbm_lower_bound import HbmLowerBound, program_lower_bound
 from levanter.plan.suggestions import COMPILED_OVER_BOUND
 from levanter.plan.target_from_name import pod_target
@@ -22,6 +23,15 @@ def bound_of(name: str) -> HbmLowerBound:
     plan = step.case.describe(pod_target(step.target))
     assert not plan.errors and plan.target.hbm_bytes is not None
     return program_lower_bound(plan, "train_step", hbm_bytes=plan.target.hbm_bytes)
+
+
+THRESHOLDS = json.loads((GOLDEN / "hbm_thresholds.json").read_text())["thresholds"]
+
+
+@pytest.mark.parametrize("target", THRESHOLDS)
+def test_the_compiler_begins_to_refuse_at_the_memory_of_our_table(target):
+    accepted, refused = THRESHOLDS[target]["accepted_bytes"], THRESHOLDS[target]["refused_bytes"]
+    assert accepted <= parse_accelerator(target).hbm_bytes <= refused <= 1.0011 * accepted
 
 
 def test_the_kept_heaps_are_of_known_steps():

@@ -376,25 +376,30 @@ def _programs(verdict: Verdict) -> Content:
     for program in verdict.programs:
         outcome, budget = program.outcome, verdict.budget
         if isinstance(outcome, Compiled):
-            memory = outcome.memory
-            # Results that alias donated inputs take no new bytes.
-            sizes = (memory.argument, memory.output - memory.alias, memory.temp, memory.generated_code)
-            peak = gib(program.peak_bytes or 0)
-            rows.append([program.name, "fits", *map(gib, sizes), peak, seconds_text(outcome.compile_seconds)])
+            # The same order as in the text report: what adds up to the peak comes before it, the code after it.
+            summands = (
+                outcome.memory.argument,
+                outcome.result_bytes,
+                outcome.temporary_bytes,
+                program.coresident_bytes,
+            )
+            sizes = map(gib, (*summands, program.peak_bytes or 0, outcome.memory.generated_code))
+            rows.append([program.name, "fits", *sizes, seconds_text(outcome.compile_seconds)])
         else:
             inputs = gib(budget.arguments[program.name]) if budget and program.name in budget.arguments else ""
             refused = isinstance(outcome, Refused)
-            tail = [gib(outcome.refusal.needed), seconds_text(outcome.compile_seconds)] if refused else ["", ""]
+            tail = [gib(outcome.refusal.needed), "", seconds_text(outcome.compile_seconds)] if refused else [""] * 3
             state = "refused" if refused else "not compiled" if program.bound is None else "by arithmetic"
             if program.bound is not None and not refused:
-                tail = [gib(program.peak_bytes or 0), ""]
+                tail = [gib(program.peak_bytes or 0), "", ""]
             rows.append([program.name, state, inputs, "", "", "", *tail])
     if not rows:
         return ""
-    header = ("program", "", "inputs", "new results", "temporaries", "code", "at its peak", "compiled in")
-    note = "not all temporaries are live at the peak"
+    summands = ("inputs", "new results", "temporaries", "resident")
+    header = ("program", "", *summands, "at its peak", "code", "compiled in")
+    note = "the peak is the sum of the four columns before it"
     sentences = (tag("p", sentence) for sentence in view.offloading(verdict))
-    return section("Programs", table(header, rows, numbers=tuple(range(2, 8))), *sentences, note=note)
+    return section("Programs", table(header, rows, numbers=tuple(range(2, 9))), *sentences, note=note)
 
 
 def _stages(verdict: Verdict) -> Content:

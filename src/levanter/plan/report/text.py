@@ -229,33 +229,31 @@ def _programs(verdict: Verdict) -> list[str]:
     for program in shown:
         outcome = program.outcome
         if isinstance(outcome, Compiled):
-            memory = outcome.memory
+            # Results that are written over donated inputs take no new bytes. The three columns and the resident bytes
+            # add up to the peak; a TPU compiler leaves out the code, which therefore comes after the sum.
+            summands = (outcome.memory.argument, outcome.result_bytes, outcome.temporary_bytes)
             sizes = (
-                memory.argument,
-                # Results that alias donated inputs take no new bytes.
-                memory.output - memory.alias,
-                memory.temp,
-                memory.generated_code,
+                *summands,
                 *((program.coresident_bytes,) if coresident else ()),
+                program.peak_bytes or 0,
+                outcome.memory.generated_code,
             )
-            peak = gib(program.peak_bytes or 0)
             # CPU and GPU compilers accept a Program that exceeds the memory, and no
             # TPU compiler counts co-resident arrays.
             state = "does not fit" if limit is not None and (program.peak_bytes or 0) > limit else "fits"
-            rows.append((program.name, state, *map(gib, sizes), peak, seconds_text(outcome.compile_seconds)))
+            rows.append((program.name, state, *map(gib, sizes), seconds_text(outcome.compile_seconds)))
         else:
             inputs = verdict.budget.arguments.get(program.name) if verdict.budget is not None else None
             refused = isinstance(outcome, Refused)
-            tail = (gib(outcome.refusal.needed), seconds_text(outcome.compile_seconds)) if refused else ("", "")
+            tail = (gib(outcome.refusal.needed), "", seconds_text(outcome.compile_seconds)) if refused else ("",) * 3
             state = "refused" if refused else "not compiled" if program.bound is None else "by arithmetic"
             if program.bound is not None and not refused:
-                tail = (gib(program.peak_bytes or 0), "")
-            # New results, temporaries, code and, if there is such a column,
-            # resident bytes are known to a compiler only.
-            blanks = [""] * (4 if coresident else 3)
+                tail = (gib(program.peak_bytes or 0), "", "")
+            # New results, temporaries and, if there is such a column, resident bytes are known to a compiler only.
+            blanks = [""] * (3 if coresident else 2)
             rows.append((program.name, state, gib(inputs) if inputs is not None else "", *blanks, *tail))
-    front = ("program", "", "inputs", "new results", "temporaries", "code")
-    header = (*front, *(("resident",) if coresident else ()), "at its peak", "compiled in")
+    front = ("program", "", "inputs", "new results", "temporaries")
+    header = (*front, *(("resident",) if coresident else ()), "at its peak", "code", "compiled in")
     numbers: list[Align] = ["right"] * (len(header) - 2)
     lines = [*_title("programs"), *table(rows, align=("left", "left", *numbers), header=header)]
     if others:

@@ -157,9 +157,10 @@ def _program(verdict: Verdict, program: ProgramVerdict) -> dict[str, Any]:
             "argument_bytes": memory.argument,
             "output_bytes": memory.output,
             "alias_bytes": memory.alias,
-            "temporary_bytes": memory.temp,
+            "temporary_bytes": outcome.temporary_bytes,
             "code_bytes": memory.generated_code,
             "peak_bytes": memory.peak,
+            "heap_bytes": memory.heap,
         }
     if isinstance(outcome, Refused):
         values["refusal"] = {
