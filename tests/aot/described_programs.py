@@ -72,6 +72,21 @@ class Calls:
         self.action()
 
 
+class Refused:
+    """What `lower` returns for a program that the compiler refuses."""
+
+    def compile(self, **_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory. Used 20.00G of 15.75G hbm.")
+
+
+@dataclass(frozen=True)
+class Refuses:
+    name: str
+
+    def lower(self, mesh: Mesh) -> Refused:
+        return Refused()
+
+
 def _mesh(payload: dict[str, Any]) -> MeshSpec:
     axes = tuple((name, size) for name, size in payload["mesh"].items())
     return MeshSpec(axes=axes, dcn=("slices",) if "slices" in payload["mesh"] else ())
@@ -107,3 +122,7 @@ def aborts(payload: dict[str, Any], target: Any) -> Described:
 
 def sleeps(payload: dict[str, Any], target: Any) -> Described:
     return Described(MeshSpec.of(data=target.devices), (Calls("slow", lambda: time.sleep(600)),))
+
+
+def refused_and_slow(payload: dict[str, Any], target: Any) -> Described:
+    return Described(_mesh(payload), (Refuses("refused"), Calls("slow", lambda: time.sleep(600))))

@@ -128,13 +128,14 @@ REFUSED: Mapping[str, DrawnStep] = {
         ),
         _step("qwen3_14b_v5e-32", "v5e-32", {**WIDE[2][1], "head_dim": 128}, 4096, "--trainer.train_batch_size=256"),
         _step("llama3_70b_2xv6e-32", "2xv6e-32", _LLAMA_70B, 4096, "--trainer.train_batch_size=64"),
+        _step("mixtral_8x7b_h100x64", "h100x64", WIDE[5][1], 4096, "--trainer.train_batch_size=64"),
         _step("llama3_1b_v5e-1", "v5e-1", PLAIN[0][1], 2048, "--trainer.train_batch_size=1"),
         _step("llama3_8b_v5e-16_32_rows", "v5e-16", PLAIN[3][1], 4096, "--trainer.train_batch_size=512"),
         _step("llama3_8b_v5e-64_64_rows", "v5e-64", PLAIN[3][1], 4096, "--trainer.train_batch_size=4096"),
     )
 }  # fmt: skip
 """Runs that do not fit. Six of the layouts that were suggested for the first seven were refused, too; for three of them
-`plan` found nothing (as for Mixtral 8x7B on GPUs), though something fits."""
+`plan` found nothing (70B, 1B and the GPUs), though something fits."""
 FOLLOWED: Mapping[str, tuple[str, ...]] = {
     "mixtral_8x7b_v5e-64": ("--trainer.mesh.axes={data: 64, model: 1}", "--trainer.per_device_parallelism=1"),
     "qwen3_30b_a3b_v6e-32": ("--trainer.mesh.residual_mapping={embed: model}",),

@@ -47,6 +47,7 @@ _EMPTY: Mapping[str, Any] = {
     "compiler_options": {},
     "import_paths": [],
     "kept": None,
+    "decisive": None,
 }
 
 
@@ -131,6 +132,7 @@ def compile_programs(
     on_event: Callable[[Mapping[str, Any]], None] | None = None,
     kept: CompileCache | None = None,
     plan: RunPlan | None = None,
+    decisive: str | None = None,
 ) -> tuple[Outcome, ...]:
     """Compiles the Programs of the run that `function` describes.
 
@@ -147,6 +149,7 @@ def compile_programs(
             `outcome`).
         kept: the cache of results for pods; None to compile every Program.
         plan: the description, where the caller has it already: with it a cached result is found without a worker.
+        decisive: a Program whose refusal ends the compilation of all others, which then have no outcome; None for none.
 
     Raises:
         AcceleratorError: an unknown target.
@@ -169,8 +172,10 @@ def compile_programs(
         # With no names given, which Programs exist is known only to the worker:
         # an empty list in the request means all.
         missing = [name_ for name_ in programs if name_ not in outcomes]
+        if isinstance(outcomes.get(decisive or ""), Refused):
+            missing = []
         if programs and not missing:
-            return tuple(outcomes[name_] for name_ in programs)
+            return tuple(outcomes[name_] for name_ in programs if name_ in outcomes)
         request = {
             **_EMPTY,
             "function": function,
@@ -180,6 +185,7 @@ def compile_programs(
             "compiler_options": dict(compiler_options or {}),
             "import_paths": list(import_paths),
             "folder": str(folder),
+            "decisive": decisive,
             # Results for local devices are never cached: the key has a pod's topology, which they lack.
             "kept": None if kept is None or pod is None else {"folder": str(kept.folder), "bytes": kept.max_bytes},
         }
@@ -343,7 +349,7 @@ def _outcome(event: Mapping[str, Any], pod: Accelerator | None, text: str | None
     return Compiled(
         name=event["name"],
         mesh=mesh,
-        memory=MemoryFigures(**event["memory"]),
+        memory=MemoryFigures(**event["memory"], heap=event.get("heap_bytes")),
         figures=None if text is None else read_figures(text, mesh, estimate=kernel_estimate(pod)),
         text_error=event.get("text_error"),
         coordinates=tuple(map(tuple, coordinates)) if coordinates else None,

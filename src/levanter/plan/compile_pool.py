@@ -94,7 +94,7 @@ def run_workers(
     """Runs the workers of one request until they exit and returns their events in order of arrival.
 
     Args:
-        request: what to compile; workers claim `programs` in this order.
+        request: what to compile; workers claim `programs` in this order. They are ended once `decisive` is refused.
         environment: of the workers.
         scratch: a folder for this request alone.
         workers: their number.
@@ -133,7 +133,15 @@ def run_workers(
                 if not worker.read():
                     selector.unregister(worker.reports)
                     worker.check_exit(request["target"])
+            # What other workers compile takes minutes and would not change the answer: the stack ends them.
+            if any(event["event"] == "outcome" and _decides(event, request) for event in events):
+                break
     return events
+
+
+def _decides(outcome: Mapping[str, Any], request: Mapping[str, Any]) -> bool:
+    """Whether an outcome is the refusal of the Program by which the request is decided."""
+    return outcome["name"] == request["decisive"] and "refused" in outcome
 
 
 def run_requests(

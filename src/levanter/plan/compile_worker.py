@@ -209,9 +209,8 @@ class CompilerSession:
         else:
             report["compile_seconds"] = time.monotonic() - started
             facts, text = _read(compiled)
-            # Beside JAX's figures, which do not have it.
-            facts["memory"]["heap"] = heap
-            report |= {**facts, "coordinates": _coordinates(jax_mesh)}
+            # Beside JAX's figures: versions that share the cache take `memory` as JAX's figures and nothing else.
+            report |= {**facts, "heap_bytes": heap, "coordinates": _coordinates(jax_mesh)}
         if self.kept is not None and key is not None:
             self.kept.keep(key, CachedOutcome(report=report, text=text, compiled_at=time.time()), way=digest)
         # The name and mesh are not part of the cached report: another Program with the same text reads it too.

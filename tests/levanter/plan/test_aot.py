@@ -13,7 +13,7 @@ from haliax_ext.hlo import MemoryFigures
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
 from levanter.plan import aot, compile_pool, compilers
-from levanter.plan.aot import CompileCrash, Compiled, CompilerMissing, WorkerBadInput, compile_programs
+from levanter.plan.aot import CompileCrash, Compiled, CompilerMissing, Refused, WorkerBadInput, compile_programs
 from levanter.plan.compile_worker import reported_heap
 from levanter.plan.target_from_name import pod_target
 
@@ -189,6 +189,12 @@ except KeyboardInterrupt:
     print("interrupted", flush=True)
     raise SystemExit(130)
 """
+
+
+def test_nothing_more_is_compiled_once_the_decisive_program_is_refused():
+    """The second program would take ten minutes."""
+    (outcome,) = compile_here("refused_and_slow", programs=("refused", "slow"), decisive="refused")
+    assert isinstance(outcome, Refused) and outcome.refusal.needed == 20 << 30
 
 
 def test_ctrl_c_ends_the_worker_and_leaves_no_lock_file(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 from haliax_ext.errors import gib
 from levanter.hardware import Accelerator
-from levanter.html.format import seconds_text
+from levanter.html.format import count_text, seconds_text
 from levanter.plan.aot import (
     CompileCrash,
     Compiled,
@@ -73,6 +73,8 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
             on_event=report_progress,
             kept=question.kept,
             plan=plan,
+            # The first one takes longest; where it does not fit, no other Program changes the verdict.
+            decisive=None if question.scope == "all" else chosen[0],
         )
     except (CompilerMissing, WorkerBadInput) as error:
         inquiry.end("compile", first_line([str(error)]), findings=[str(error)], code=BAD_INPUT)
@@ -94,7 +96,9 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
     # On CPUs and GPUs the compiler accepts Programs that do not fit; `beyond` has these.
     fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
     compiled = [f"{_named(plan, fitting)} compiled"] if fitting else []
-    message = "; ".join([*findings, *compiled, *_arithmetic(plan, question.scope), *_ages(outcomes)])
+    skipped = len(chosen) - len(outcomes)
+    rest = [f"{count_text(skipped, 'more Program')} not compiled (--all_programs compiles all)"] if skipped else []
+    message = "; ".join([*findings, *compiled, *rest, *_arithmetic(plan, question.scope), *_ages(outcomes)])
     inquiry.end("compile", message, findings=findings, code=DOES_NOT_FIT if findings else OK)
     return {outcome.name: outcome for outcome in outcomes}
 
