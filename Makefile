@@ -7,7 +7,7 @@ CPU8   := JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
 # A training step on CPU devices asks for the same memory as the last; the kernel need not clear it each time (glibc).
 KEEP   := MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-.PHONY: help demo demo-memorization demo-generate demo-serve demo-sft demo-train demo-needle test test-all test-sources test-aot test-aot-ci golden golden-compiled docs lint lint-quick quick clean soak fuzz
+.PHONY: help demo demo-memorization demo-generate demo-serve demo-sft demo-train demo-needle test test-newest test-all test-sources test-aot test-aot-ci golden golden-compiled docs lint lint-quick quick clean soak fuzz
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -57,6 +57,31 @@ quick: $(BIN)/.dev  ## tests marked `quick`, of every package (<= 90 CPU seconds
 
 test: $(BIN)/.dev  ## everything that needs no accelerator (<= 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not aot and not sources'
+
+# The newest Python that is installed, by its name or by pyenv; without one of 3.12 or newer there is nothing to test.
+NEWEST_PYTHON ?= $(shell for minor in 13 12; do for python in python3.$$minor $$HOME/.pyenv/versions/3.$$minor.*/bin/python3; do \
+	$$python -c "import ensurepip, sys; assert sys.version_info[:2] == (3, $$minor)" 2>/dev/null && echo $$python && exit; done; done)
+NEWEST := $(VENV)-newest
+$(NEWEST)/.core: pyproject.toml
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install -q -U pip
+	$(NEWEST)/bin/python -m pip install -q -e '.[test-core,plan,tensorboard,serve,harness]'
+	@touch $@
+
+test-newest: $(BIN)/.dev  ## the newest Python and JAX: `quick`, transformers' results, a plan, the demo (<= 8 minutes)
+ifeq ($(NEWEST_PYTHON),)
+	@echo "SKIPPED test-newest: no Python 3.12 or 3.13 is installed"
+else
+	$(MAKE) $(NEWEST)/.core VENV=$(VENV)
+	$(NEWEST)/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'and jax', jax.__version__)"
+	references=$$(mktemp -d) && \
+	JAX_PLATFORMS=cpu $(BIN)/python tests/parity/write_references.py $$references && \
+	REFERENCES=$$references $(NEWEST)/bin/python -m pytest -q -n $(JOBS) -m 'not slow' tests/parity/check_references.py && \
+	rm -r $$references
+	$(NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -m 'quick and not slow' $(QUICK)
+	JAX_PLATFORMS=cpu $(NEWEST)/bin/python -m levanter.main.plan train_lm --config_path config/train/llama_100m_v6e-8.yaml --target v6e-8
+	$(CPU8) $(NEWEST)/bin/python -m levanter.main.eval_lm --config_path config/eval/demo.yaml
+endif
 
 test-all: $(BIN)/.dev  ## with the sweeps (<= 60 minutes)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not aot and not sources'

@@ -85,9 +85,9 @@ CORE, EXTRAS = declared(), tuple(PROJECT["optional-dependencies"])
             ("src", "haliax_ext"),
             CORE | declared("tensorboard", "trackio", "ray", "constraint", "serve", "harness") | {"libtpu"},
         ),
-        (("tests",), CORE | declared("test", "tensorboard", "clients", "judges") | {"libtpu"}),
+        (("tests",), CORE | declared("test", "test-core", "tensorboard", "clients", "judges") | {"libtpu"}),
         # llama.cpp, peft and lm_eval run in environments of their own, which the benchmarks are told.
-        (("benchmarks",), CORE | declared("test", "judges") | {"xllamacpp"}),
+        (("benchmarks",), CORE | declared("test", "test-core", "judges") | {"xllamacpp"}),
     ],
     ids=["sources", "tests", "benchmarks"],
 )
