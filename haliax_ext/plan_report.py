@@ -203,7 +203,7 @@ def _total(plan: ShardingPlan) -> str:
     )
     lines = _wrapped(text, indent=2)
     if plan.hbm_bytes is not None:
-        lines.append(f"  that is {plan.bytes_per_device / plan.hbm_bytes:.1%} of a chip's {gib(plan.hbm_bytes)}")
+        lines.append(f"  that is {plan.bytes_per_device / plan.hbm_bytes:.1%} of a device's {gib(plan.hbm_bytes)}")
     return "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ class ShardingPlan:
         mappings: the rules that were applied.
         leaves: one plan for each leaf, in the order they were given.
         findings: errors and notes, in the order of the leaves.
-        hbm_bytes: memory of one chip that replication was judged by; None if unknown.
+        hbm_bytes: memory of one device that replication was judged by; None if unknown.
     """
 
     mesh: MeshSpec
@@ -112,7 +112,7 @@ def plan_sharding(
         leaves: what to place.
         mappings: `params` and `overrides` decide; `allow_replicated` and `declared` excuse replication.
         mesh: mesh axis names and sizes.
-        hbm_bytes: memory of one chip; without it replication is reported, never an error.
+        hbm_bytes: memory of one device; without it replication is reported, never an error.
         on_conflict: what happens when two axes of an array want the same mesh axis: an error, or the axis that comes
             first in the mapping keeps it. None: as `mappings` says.
     """

@@ -1,11 +1,11 @@
 """Rule 3: what is replicated on devices that could share it.
 
-An array larger than 0.1 % of a chip's memory that is replicated over a mesh axis is reported with the bytes it repeats.
-It is an error when that mesh axis shards another parameter of the model (so the mesh axis is meant for sharding) and
-the array's share on a chip exceeds 5 % of its memory, unless the mapping *declares* the replication (K/V heads over the
-mesh axis of query groups) or the user accepts it (`allow_replicated`). Replication over mesh axes that shard no
-parameter at all is data parallelism: reported, never an error. Where the memory of a device is unknown (CPU) nothing
-is an error.
+An array larger than 0.1 % of a device's memory that is replicated over a mesh axis is reported with the bytes it
+repeats. It is an error when that mesh axis shards another parameter of the model (so the mesh axis is meant for
+sharding) and the array's share on a device exceeds 5 % of its memory, unless the mapping *declares* the replication
+(K/V heads over the mesh axis of query groups) or the user accepts it (`allow_replicated`). Replication over mesh axes
+that shard no parameter at all is data parallelism: reported, never an error. Where the memory of a device is unknown
+(CPU) nothing is an error.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import Finding, LeafPlan, place, show_axes
 
 REPORT_SHARE = 0.001
-"""An array above this share of a chip's memory is reported where it is replicated."""
+"""An array above this share of a device's memory is reported where it is replicated."""
 ERROR_SHARE = 0.05
-"""A replicated array above this share of a chip's memory is an error."""
+"""A replicated array above this share of a device's memory is an error."""
 REPORT_BYTES = 1 << 20
-"""Bytes of a replicated array that is reported where the chip's memory is unknown."""
+"""Bytes of a replicated array that is reported where a device's memory is unknown."""
 
 
 def replication_findings(
@@ -52,7 +52,7 @@ def _judge(
     over = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in plan.replicated_over)
     message = (
         f"{path} {named_shape(plan.leaf.axes)} {plan.leaf.dtype.name} is replicated over {over}: "
-        f"{gib(share)} on each chip, {gib(wasted)} of it redundant"
+        f"{gib(share)} on each device, {gib(wasted)} of it redundant"
     )
     excuses = {axis: _excuse(plan, axis, mappings, cutting) for axis in plan.replicated_over}
     faults = [axis for axis, excuse in excuses.items() if excuse is None]
@@ -61,11 +61,11 @@ def _judge(
         if hbm_bytes is None:
             unexcused = "not checked, because the memory of a device is unknown"
         else:
-            unexcused = f"{share / hbm_bytes:.2%} of a chip's memory, below {ERROR_SHARE:.0%}"
+            unexcused = f"{share / hbm_bytes:.2%} of a device's memory, below {ERROR_SHARE:.0%}"
         why = "; ".join(f"{axis}: {excuse or unexcused}" for axis, excuse in excuses.items())
         return Finding(kind="replicated", severity="note", path=path, message=f"{message} ({why})", nbytes=wasted)
     error = ReplicationError(
-        f"{message}; that is {share / hbm_bytes:.1%} of a chip's {gib(hbm_bytes)}, "
+        f"{message}; that is {share / hbm_bytes:.1%} of a device's {gib(hbm_bytes)}, "
         f"and {_cuts(faults)} other parameters of this model",
         path=path,
         suggestion=_way_out(plan, faults, plans, mappings, mesh),

@@ -120,26 +120,49 @@ def test_a_train_step_over_hosts():
     assert program.peak_bytes is not None and program.peak_bytes < 59.4 * GIB
 
 
+RUNS = (
+    ("eval_lm", "eval/gemma3_27b", ("score",)),
+    ("eval_careless_lm", "memorization/llama3.1_8b", ("score",)),
+    ("lora_lm", "lora/llama3_8b_v6e-8", ("train_step",)),
+    ("train_dpo", "dpo/llama3_8b_v5p-8", ("train_step", "evaluate_pairs")),
+    ("serve", "serve/llama3.1_70b_int8", ("decode_256",)),
+)
+"""The commands besides `train_lm`: a configuration, and Programs of it; of text the largest prefill call too."""
+ROWS_OF_64 = {"lora_lm": "--trainer.train_batch_size=64", "train_dpo": "--trainer.train_batch_size=64"}
+
+
+IN_CI = ("eval_careless_lm", "h100x64")
+
+
+@pytest.mark.golden
 @pytest.mark.parametrize(
-    ("entry_point", "config", "target", "programs"),
+    ("entry_point", "config", "programs", "target"),
     [
-        ("eval_lm", "eval/gemma3_27b", "h100x8", {"score"}),
-        ("eval_careless_lm", "memorization/llama3.1_8b", "h100x8", {"score"}),
-        ("lora_lm", "lora/llama3_8b_v6e-8", "h100x8", {"train_step"}),
-        ("train_dpo", "dpo/llama3_8b_v5p-8", "h100x8", {"train_step", "evaluate_pairs"}),
-        ("serve", "serve/llama3.1_70b_int8", "h100x8", {"prefill_1x512", "decode_256"}),
+        pytest.param(*run, target, id=f"{run[0]}-{target}", marks=[pytest.mark.ci] if (run[0], target) == IN_CI else [])
+        for run in RUNS
+        for target in ("h100x8", "h100x64")
     ],
 )
-def test_every_kind_of_run(entry_point, config, target, programs):
+def test_every_kind_of_run(entry_point, config, programs, target):
     """Each command's own Programs compile, and what they take is what arithmetic counts of inputs and more."""
-    verdict = planned(entry_point, config, target, scope="run")
+    options = (ROWS_OF_64[entry_point],) if target == "h100x64" and entry_point in ROWS_OF_64 else ()
+    verdict = planned(entry_point, config, target, *options, scope="run")
     assert verdict.exit_code == 0 and verdict.headline.startswith("fits: "), verdict.headline
     assert verdict.budget is not None
     compiled = {each.name: each.outcome for each in verdict.programs if isinstance(each.outcome, Compiled)}
-    assert programs <= compiled.keys()
+    programs += tuple(name for name in compiled if name.startswith("prefill_") and name.endswith("x512"))
+    assert set(programs) <= compiled.keys()
     for name in programs:
         # The compiler drops an input that the function never reads.
         assert compiled[name].memory.argument == pytest.approx(verdict.budget.arguments[name], rel=1e-3)
+        figures = compiled[name].figures
+        assert figures is not None
+        assert all(collective.network != "unknown" for collective in figures.collectives if collective.members > 1)
+    assert_golden_compiled(
+        f"compiled/gpu_{entry_point}_{target}.json",
+        {name: facts(verdict, name) for name in programs},
+        compiler="jax-cuda13-plugin",
+    )
 
 
 def test_what_does_not_fit_is_refused_with_its_arrays_and_a_way_out_that_fits():

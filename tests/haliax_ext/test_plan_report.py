@@ -59,18 +59,19 @@ head                                                                            
     [vocab 32768, embed 512 → data]
 
 total 136.00 MiB in 6 arrays; 33.00 MiB on each device, 16.00 MiB of it replicated
-  that is 206.3% of a chip's 16.00 MiB
+  that is 206.3% of a device's 16.00 MiB
 
 largest arrays on a device
      16.00 MiB  embeddings.tokens.weight
      16.00 MiB  head
 
 errors (2)
-  embeddings.tokens.weight [vocab 32768, embed 512] float32 is replicated over model 2: 16.00 MiB on each chip, 8.00 MiB
-      of it redundant; that is 100.0% of a chip's 16.00 MiB, and mesh axis model shards other parameters of this model
+  embeddings.tokens.weight [vocab 32768, embed 512] float32 is replicated over model 2: 16.00 MiB on each device, 8.00
+      MiB of it redundant; that is 100.0% of a device's 16.00 MiB, and mesh axis model shards other parameters of this
+      model
     → shard it, e.g. {vocab: model}, or accept it: allow_replicated: ["embeddings.tokens.weight"]
-  head [vocab 32768, embed 512] float32 is replicated over model 2: 16.00 MiB on each chip, 8.00 MiB of it redundant;
-      that is 100.0% of a chip's 16.00 MiB, and mesh axis model shards other parameters of this model
+  head [vocab 32768, embed 512] float32 is replicated over model 2: 16.00 MiB on each device, 8.00 MiB of it redundant;
+      that is 100.0% of a device's 16.00 MiB, and mesh axis model shards other parameters of this model
     → shard it, e.g. {vocab: model}, or accept it: allow_replicated: ["head"]"""
     )
 

@@ -218,8 +218,8 @@ class TestReplication:
         with pytest.raises(ReplicationError) as caught:
             plan([EMBED, BIG_UP], {"mlp": "model"}, MeshSpec.of(model=8), hbm_bytes=HBM).check()
         assert str(caught.value) == (
-            "embeddings.weight [vocab 1048576, embed 1024] float32 is replicated over model 8: 4.00 GiB on each chip, "
-            "3.50 GiB of it redundant; that is 12.5% of a chip's 32.00 GiB, and mesh axis model shards other "
+            "embeddings.weight [vocab 1048576, embed 1024] float32 is replicated over model 8: 4.00 GiB on each "
+            "device, 3.50 GiB of it redundant; that is 12.5% of a device's 32.00 GiB, and mesh axis model shards other "
             "parameters "
             "of this model\n"
             '  → shard it, e.g. {vocab: model}, or accept it: allow_replicated: ["embeddings.weight"]'
@@ -266,11 +266,10 @@ class TestReplication:
     def test_data_parallelism_is_reported_never_refused(self):
         made = plan([EMBED, BIG_UP], {"vocab": "model", "mlp": "model"}, MeshSpec.of(data=4, model=8), hbm_bytes=GIB)
         assert [n.message for n in made.check().notes] == [
-            "embeddings.weight [vocab 1048576, embed 1024] float32 is replicated over data 4: 512.00 MiB on each chip, "
-            "384.00 MiB of it redundant (data: it shards no parameter (data parallelism))",
+            "embeddings.weight [vocab 1048576, embed 1024] float32 is replicated over data 4: 512.00 MiB on each "
+            "device, 384.00 MiB of it redundant (data: it shards no parameter (data parallelism))",
             "mlp.up_proj.weight [layers 4, mlp 65536, embed 4096] float32 is replicated over data 4: 512.00 MiB on "
-            "each "
-            "chip, 384.00 MiB of it redundant (data: it shards no parameter (data parallelism))",
+            "each device, 384.00 MiB of it redundant (data: it shards no parameter (data parallelism))",
         ]
 
     def test_declared_replication_is_reported(self):
@@ -283,13 +282,13 @@ class TestReplication:
         assert [n.message for n in made.check().notes] == [
             "attn.k_proj.weight [layers 64, kv_head 8, head_size 128, embed 16384] float32 is replicated over group "
             "16: "
-            "2.00 GiB on each chip, 1.88 GiB of it redundant (group: declared, query heads are cut further)"
+            "2.00 GiB on each device, 1.88 GiB of it redundant (group: declared, query heads are cut further)"
         ]
         (error,) = plan([BIG_Q, BIG_K], rules, mesh, hbm_bytes=HBM).errors
         assert isinstance(error, ReplicationError)
 
     def test_the_thresholds(self):
-        """Reported above 0.1 % of a chip's memory; an error above 5 % of it, by what one chip holds."""
+        """Reported above 0.1 % of a device's memory; an error above 5 % of it, by what one chip holds."""
         w = leaf("w", vocab=1 << 20)  # 4 MiB
         others = leaf("u", mlp=8)
 
@@ -299,7 +298,7 @@ class TestReplication:
         assert made(1000 * w.nbytes).findings == ()
         (note,) = made(999 * w.nbytes).findings
         assert note.severity == "note"
-        assert note.message.endswith("(model: 0.10% of a chip's memory, below 5%)")
+        assert note.message.endswith("(model: 0.10% of a device's memory, below 5%)")
         assert made(20 * w.nbytes).findings[0].severity == "note"
         assert made(20 * w.nbytes - 20).findings[0].severity == "error"
 

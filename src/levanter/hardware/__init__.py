@@ -16,6 +16,7 @@ from levanter.hardware.accelerator import default_topologies as default_topologi
 from levanter.hardware.accelerator import find_accelerator as find_accelerator
 from levanter.hardware.accelerator import find_generation as find_generation
 from levanter.hardware.accelerator import parse_accelerator as parse_accelerator
+from levanter.hardware.accelerator import unit_name as unit_name
 from levanter.hardware.compiler import compiler_options as compiler_options
 from levanter.hardware.generations import GENERATIONS as GENERATIONS
 from levanter.hardware.generations import Generation as Generation

@@ -15,6 +15,11 @@ MOST_SLICES = 256
 """The most slices of one target. The largest published job has 199 (of 256 chips of v5e)."""
 
 
+def unit_name(platform: str) -> str:
+    """What one accelerator of a platform is called in reports and messages."""
+    return {"tpu": "chip", "gpu": "GPU"}.get(platform, "device")
+
+
 class AcceleratorError(ValueError):
     """An unknown name of an accelerator, or a size that does not exist."""
 
@@ -56,6 +61,11 @@ class Accelerator:
         if self.generation.topology_axes == 2 and self.chips_per_slice <= 8:
             return self.chips_per_slice
         return min(self.generation.chips_per_host, self.chips_per_slice)
+
+    @property
+    def unit(self) -> str:
+        """The word for what has a memory of its own: `chip`, `GPU`, or `device` where a chip has several."""
+        return unit_name(self.generation.platform) if self.devices == self.chips else "device"
 
     @property
     def hosts(self) -> int:
@@ -145,8 +155,7 @@ class Accelerator:
         gpu, hosts = self.generation.gpu, "host" if self.hosts == 1 else "hosts"
         slices = "slices" if gpu is None else "NVLink domains" if gpu.nvlinks else "hosts"
         what = f"{self.slices} {slices} of {shape}" if self.slices > 1 else shape
-        unit = ("chip" if gpu is None else "GPU") + ("" if self.chips == 1 else "s")
-        chips = f"{self.chips} {unit}"
+        chips = f"{self.chips} {unit_name(self.generation.platform)}{'' if self.chips == 1 else 's'}"
         if gpu is not None and self.slices == 1:
             return f"{self.name} ({chips}, {self.hosts} {hosts})"
         return f"{self.name} ({what}: {chips}, {self.hosts} {hosts})"

@@ -201,6 +201,15 @@ _L4 = GpuDescription(
     block_shared_bytes=101376,
     core_threads=1536,
 )
+_A6000 = GpuDescription(
+    capability=(8, 6),
+    cores=84,
+    clock_ghz=1.8,
+    l2_bytes=6291456,
+    shared_bytes=102400,
+    block_shared_bytes=101376,
+    core_threads=1536,
+)
 
 GENERATIONS: tuple[Generation, ...] = (
     Generation(
@@ -456,5 +465,20 @@ GENERATIONS: tuple[Generation, ...] = (
         dcn_host_bandwidth=12.5 * GB,
         host_link_bandwidth=25 * GB,
         gpu=_L4,
+    ),    Generation(
+        name="a6000",
+        platform="gpu",
+        device_kind="NVIDIA RTX A6000",
+        topology_axes=0,
+        max_chips=1024,
+        chips_per_host=8,
+        hbm_bytes=51041271808,
+        peak_bf16=154.8 * TERA,
+        peak_f32_native=38.7 * TERA,
+        hbm_bandwidth=768 * GB,
+        ici_link_bandwidth=25 * GB,
+        dcn_host_bandwidth=12.5 * GB,
+        host_link_bandwidth=25 * GB,
+        gpu=_A6000,
     ),
 )

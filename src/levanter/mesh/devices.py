@@ -11,6 +11,7 @@ from haliax_ext.errors import gib
 from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import Device, MeshSpec, granules
 from haliax_ext.placement import show_axes
+from levanter.hardware import unit_name
 from levanter.mesh.config import MeshConfig
 from levanter.mesh.heads import KV_HEAD, Q_PER_GROUP
 
@@ -110,7 +111,7 @@ def mesh_report(
         mappings: for what shards attention, and the warning about parameters that are sharded across granules.
         bytes_per_device: what stays on each device for the whole run (`parameters`, `optimizer`, `gradients`).
     """
-    unit = "chip" if facts.platform == "tpu" else "device"
+    unit = unit_name(facts.platform)
     # On an abstract target only the number of devices is known, not the number of chips.
     count = facts.chips if isinstance(facts, DeviceSet) and unit == "chip" else spec.size
     shown = f"{_plural(count, unit)} ({facts.kind})"

@@ -46,11 +46,11 @@ def dcn_gather_note(plan: RunPlan) -> str | None:
     weights, gradients = received.get(FROZEN_GATHERED, nothing).dcn, received.get(GRADIENTS, nothing).dcn
     over = sorted({axis for leaf in cut for axis in _dcn_axes(plan, leaf)})
     return (
-        f"frozen weights sharded over {', '.join(over)} are gathered between slices: each chip receives "
+        f"frozen weights sharded over {', '.join(over)} are gathered between slices: each {plan.target.unit} receives "
         f"{weights / _GB:.3g} GB a step over {between}, and {gradients / _GB:.3g} GB of gradients. Gradients of "
         f"adapters are small; gathering frozen weights costs as much as in full fine-tuning. Sharded inside slices "
-        f"alone, they stay there, and a chip needs at least {gib(known.total)} of {gib(limit)} (now {gib(now.total)}): "
-        f"{changed}"
+        f"alone, they stay there, and a {plan.target.unit} needs at least {gib(known.total)} of {gib(limit)} "
+        f"(now {gib(now.total)}): {changed}"
     )
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from levanter.hardware import Accelerator
 from levanter.inference.capacity import CONTEXTS, LOADS, DecodeCost, Roofline
 from levanter.inference.kv_cache import KIND_NAMES
-from levanter.plan.aot import Compiled
-from levanter.plan.oom_report import decode_cost
+from levanter.plan.oom_report import decode_cost, decode_temporaries
 from levanter.plan.step_time_model import StepTime
 from levanter.plan.verdict import ProgramVerdict, Verdict
 
@@ -191,12 +190,7 @@ def _program(verdict: Verdict, name: str) -> ProgramVerdict | None:
 def _decode_memory(verdict: Verdict, served: DecodeCost) -> DecodeMemory:
     assert verdict.plan is not None
     weights, plan = served.weights, verdict.plan
-    # The Program that makes the empty cache is left out: the cache is its result, not a temporary, and it runs once.
-    names = {*served.decode.values(), *served.prefill}
-    outcomes = [program.outcome for program in verdict.programs if program.name in names]
-    temporaries = [
-        max(0, program.peak_bytes - program.memory.argument) for program in outcomes if isinstance(program, Compiled)
-    ]
+    temporaries = decode_temporaries(served, (program.outcome for program in verdict.programs))
     groups = {
         "int8 weights": weights.integers,
         "scales": weights.scales,
@@ -209,8 +203,8 @@ def _decode_memory(verdict: Verdict, served: DecodeCost) -> DecodeMemory:
     limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
     return DecodeMemory(
         groups={name: nbytes for name, nbytes in groups.items() if nbytes},
-        temporaries=max(temporaries) if temporaries else served.temp_bytes,
-        compiled=bool(temporaries),
+        temporaries=served.temp_bytes if temporaries is None else temporaries,
+        compiled=temporaries is not None,
         limit=plan.target.limit_bytes if limit is None else limit,
         page=(served.page, served.cache_bytes * served.shards // served.pages),
         # `served.repeated` devices hold the same pages where kv heads are fewer

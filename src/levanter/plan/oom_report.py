@@ -11,7 +11,7 @@ over the layers (saved for the backward pass).
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from haliax_ext.errors import gib, named_shape
@@ -20,7 +20,7 @@ from haliax_ext.placement import LeafPlan
 from haliax_ext.program import Program
 from levanter.hardware import Accelerator, default_topologies, parse_accelerator
 from levanter.inference.capacity import DecodeCost
-from levanter.plan.aot import Refused
+from levanter.plan.aot import Compiled, Outcome, Refused
 from levanter.plan.hbm_budget import Budget, Resident, by_group, gradient_bytes, program_residents, sharding_text
 from levanter.plan.hbm_lower_bound import layout_lower_bound, program_lower_bound
 from levanter.plan.layout_memory import LayoutSubject, layout_memory, least_input_bytes, saved_copies, saved_names
@@ -68,7 +68,7 @@ def explain_oom(
         refusal, program = refused.refusal, program or refused.name
     else:
         refusal = refused
-    name = program or budget.largest
+    name, unit = program or budget.largest, plan.target.unit
     limit = budget.hbm_bytes if refusal is None else refusal.available
     inputs = budget.arguments.get(name, 0)
     if not name or limit is None:
@@ -85,7 +85,8 @@ def explain_oom(
     subject = LayoutSubject(plan=plan, program=program_, hbm_bytes=limit, compiled_bytes=compiled)
     if refusal is None and inputs <= limit:
         over = (
-            f"{name} needs at least {gib(known.total)} on a chip, {gib(known.total - limit)} more than its {gib(limit)}"
+            f"{name} needs at least {gib(known.total)} on a {unit}, {gib(known.total - limit)} more than its "
+            f"{gib(limit)}"
         )
         headline = f"{over}: {known} (not compiled: without {known.lacking})"
     else:
@@ -93,18 +94,20 @@ def explain_oom(
     lines = [headline, _groups(residents)]
     for allocation in () if refusal is None else refusal.allocations[:SHOWN]:
         lines.append(f"largest for the compiler: {gib(allocation.nbytes)} {_allocation(allocation, plan, residents)}")
-    lines += [f"largest input: {_sized(r)}" for r in residents[:SHOWN]]
+    lines += [f"largest input: {_sized(r, unit)}" for r in residents[:SHOWN]]
     # Large replicated arrays are named even where they are not among the
     # largest: sharding them is the usual fix.
     whole = [r for r in residents[SHOWN:] if r.replicated and r.group != OPTIMIZER and r.nbytes > WORTH_NAMING * limit]
-    lines += [f"also replicated: {_sized(r)}" for r in whole]
+    lines += [f"also replicated: {_sized(r, unit)}" for r in whole]
     if inputs <= limit:
         lines += _activations(subject)
     return (*lines, *suggest(subject), *filter(None, [_int8_base(subject)]))
 
 
 def _headline(program: Program, plan: RunPlan, inputs: int, needed: int, limit: int) -> str:
-    over = f"{program.name} needs {gib(needed)} on a chip, {gib(needed - limit)} more than its {gib(limit)}"
+    over = (
+        f"{program.name} needs {gib(needed)} on a {plan.target.unit}, {gib(needed - limit)} more than its {gib(limit)}"
+    )
     if needed == inputs:
         return f"{over}: its inputs alone"
     gradients = gradient_bytes(program, plan.mesh)
@@ -116,12 +119,12 @@ def _groups(residents: Sequence[Resident]) -> str:
     return "inputs: " + ", ".join(f"{group} {gib(nbytes)}" for group, nbytes in by_group(residents).items())
 
 
-def _sized(resident: Resident) -> str:
-    return f"{gib(resident.nbytes)} {_resident(resident)}"
+def _sized(resident: Resident, unit: str) -> str:
+    return f"{gib(resident.nbytes)} {_resident(resident, unit)}"
 
 
-def _resident(resident: Resident) -> str:
-    cut = "replicated on every chip" if resident.replicated else f"{resident.spec}, of {gib(resident.whole_bytes)}"
+def _resident(resident: Resident, unit: str) -> str:
+    cut = f"replicated on every {unit}" if resident.replicated else f"{resident.spec}, of {gib(resident.whole_bytes)}"
     return f"{resident.path} {resident.dtype}{named_shape(resident.axes)}, {cut}"
 
 
@@ -131,7 +134,7 @@ def _allocation(allocation: Allocation, plan: RunPlan, residents: Sequence[Resid
     if path := re.search(r"\['([^']+)'\]", allocation.op_name):
         for resident in residents:
             if resident.path == path[1] or resident.path.endswith(f".{path[1]}"):
-                return _resident(resident)
+                return _resident(resident, plan.target.unit)
     where = f" in {allocation.scope.module} ({allocation.scope.during})" if allocation.op_name else ""
     if allocation.shape is None:
         return f"{allocation.kind or 'of its own'}{where}"
@@ -179,9 +182,10 @@ def _activations(subject: LayoutSubject) -> Iterator[str]:
 
 def nothing_fits(subject: LayoutSubject) -> str:
     """The line where no change of a layout fits."""
-    more = "--search tries more layouts" if subject.plan.mesh.size > 1 else "there is one chip"
+    unit = subject.plan.target.unit
+    more = "--search tries more layouts" if subject.plan.mesh.size > 1 else f"there is one {unit}"
     least = gib(least_input_bytes(subject))
-    return f"none of the changes tried fits; {more} (evenly sharded, the inputs take {least} a chip)"
+    return f"none of the changes tried fits; {more} (evenly sharded, the inputs take {least} a {unit})"
 
 
 def too_few_chips(subject: LayoutSubject) -> str | None:
@@ -189,11 +193,12 @@ def too_few_chips(subject: LayoutSubject) -> str | None:
     chips, limit, least = subject.plan.mesh.size, subject.hbm_bytes, least_input_bytes(subject)
     if least <= limit:
         return None
+    unit = subject.plan.target.unit
     if chips == 1:
-        return f"the inputs need at least {-(-least // limit)} chips"
+        return f"the inputs need at least {-(-least // limit)} {unit}s"
     return (
-        f"no mapping fits: even evenly sharded over all {chips} chips, the inputs still take {gib(least)} on each; "
-        f"they need at least {-(-least * chips // limit)} chips"
+        f"no mapping fits: even evenly sharded over all {chips} {unit}s, the inputs still take {gib(least)} on each; "
+        f"they need at least {-(-least * chips // limit)} {unit}s"
     )
 
 
@@ -227,15 +232,29 @@ def decode_cost(plan: RunPlan | None) -> DecodeCost | None:
     return serving if isinstance(serving, DecodeCost) else None
 
 
-def advise_on_slots(plan: RunPlan, pod: Accelerator | None = None) -> list[str]:
+def decode_temporaries(served: DecodeCost, outcomes: Iterable[Outcome | None]) -> int | None:
+    """The most that a compiled Program allocates in addition to its inputs; None where none of them is compiled.
+
+    The Program that makes the empty cache is left out: the cache is its result, not a temporary, and it runs once.
+    """
+    names = {*served.decode.values(), *served.prefill}
+    compiled = [outcome for outcome in outcomes if isinstance(outcome, Compiled) and outcome.name in names]
+    return max((max(0, outcome.peak_bytes - outcome.memory.argument) for outcome in compiled), default=None)
+
+
+def advise_on_slots(plan: RunPlan, pod: Accelerator | None = None, outcomes: Iterable[Outcome] = ()) -> list[str]:
     """Advice for a run that generates text whose devices have too little memory; empty for other runs.
 
     Args:
         plan: the run.
         pod: the chips; None for the devices of this machine.
+        outcomes: of its Programs, where they were compiled: their temporaries may be larger than what is assumed.
     """
     served, limit = decode_cost(plan), plan.target.limit_bytes
-    return [] if served is None or limit is None else [format_slot_advice(served, limit, pod)]
+    if served is None or limit is None:
+        return []
+    temp_bytes = max(served.temp_bytes, decode_temporaries(served, outcomes) or 0)
+    return [format_slot_advice(served, limit, pod, temp_bytes=temp_bytes)]
 
 
 def format_slot_advice(
@@ -271,7 +290,8 @@ def format_slot_advice(
         ways.append(f"inference.max_seq_len: {context}, {rows} rows")
     if pod is not None:
         ways += _larger_pods(served, limit, pod, temp_bytes)
-    return f"{message}: " + (", or ".join(ways) if ways else "only smaller weights or more chips hold that many")
+    unit = "device" if pod is None else pod.unit
+    return f"{message}: " + (", or ".join(ways) if ways else f"only smaller weights or more {unit}s hold that many")
 
 
 def _if_enough(served: DecodeCost, what: str, rows: int) -> list[str]:
@@ -308,7 +328,7 @@ def _larger_pods(served: DecodeCost, limit: int, pod: Accelerator, temporaries: 
             mesh = " × ".join(
                 f"{axis} {size}" for axis, size in (("data", data), ("model", kv_ways), ("group", group)) if size > 1
             )
-            return [f"{name} with {mesh}, {rows} rows of {gib(smaller.bytes_per_row(served.context))} a chip"]
+            return [f"{name} with {mesh}, {rows} rows of {gib(smaller.bytes_per_row(served.context))} a {pod.unit}"]
     return []
 
 

@@ -62,12 +62,14 @@ class Suggestion:
         changes: of the config.
         known: lower bound of the bytes on a chip.
         expected: an estimate of the bytes on a chip.
+        unit: the word for a device.
         training: whether the Program is a train step, of which the range of compiled bytes is known.
     """
 
     changes: tuple[LayoutChange, ...]
     known: HbmLowerBound
     expected: int
+    unit: str
     training: bool = True
 
     @property
@@ -91,7 +93,7 @@ class Suggestion:
     @property
     def reservation(self) -> str:
         """What is known of its bytes without a compiler."""
-        known = f"at least {gib(self.known.total)} on a chip"
+        known = f"at least {gib(self.known.total)} on a {self.unit}"
         if not self.known.recomputed:
             return f"{known}, not compiled: without {self.known.lacking}"
         if not self.training:
@@ -143,7 +145,11 @@ def _suggested(subject: LayoutSubject, factor: float | None) -> Iterator[Suggest
                 expected = _expected(known, factor, now)
                 if expected is not None and expected <= (1 - HEADROOM) * subject.hbm_bytes:
                     suggestion = Suggestion(
-                        changes=candidate.changes, known=known, expected=expected, training=subject.training
+                        changes=candidate.changes,
+                        known=known,
+                        expected=expected,
+                        unit=subject.plan.target.unit,
+                        training=subject.training,
                     )
                     fitting.append((candidate, suggestion))
         # A generator: callers stop at the first suggestion that the compiler accepts, before deeper levels are planned.

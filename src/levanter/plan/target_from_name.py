@@ -27,6 +27,7 @@ def pod_target(accelerator: Accelerator | str) -> Target:
         granules=pod.slices,
         hosts=pod.hosts,
         hbm_bytes=pod.hbm_bytes,
+        devices_per_chip=pod.generation.devices_per_chip,
         hosts_on=functools.partial(pod_hosts, accelerator=pod) if pod.can_compile else None,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from haliax_ext.meshspec import MeshSpec
+from levanter.hardware import unit_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Target:
         hosts: the number of processes; each holds the same number of devices.
         hbm_bytes: usable memory of one device; None where it is not limited by the device (CPU).
         host_bytes: memory of a host whose devices share it because they have none (CPU); None elsewhere.
+        devices_per_chip: the number of devices that JAX sees for one chip.
         hosts_on: mesh → host index of each device, in mesh shape; None if hosts hold consecutive devices in mesh
             order.
     """
@@ -33,8 +35,14 @@ class Target:
     hosts: int = 1
     hbm_bytes: int | None = None
     host_bytes: int | None = None
+    devices_per_chip: int = 1
     # A function has no useful equality: two targets that differ only in it are the same devices.
     hosts_on: Callable[[MeshSpec], np.ndarray] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def unit(self) -> str:
+        """The word for a device: `chip`, `GPU`, or `device` where a chip has several or the device is a CPU."""
+        return unit_name(self.platform) if self.devices_per_chip == 1 else "device"
 
     @property
     def limit_bytes(self) -> int | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from levanter.commands.generate.generate import describe
 from levanter.config import load_written
 from levanter.hardware import parse_accelerator
 from levanter.main import plan
+from levanter.plan import compile_pool
 from levanter.plan.search.decode import search_decode
 from levanter.plan.search.space import with_candidate
 from levanter.plan.target_from_name import pod_target
@@ -38,11 +40,20 @@ def test_the_answer_is_a_run_as_promised(target, goal):
     assert served.weights.total + served.cache_bytes <= pod.hbm_bytes
 
 
-def test_a_search_without_a_compiler(capsys, tmp_path):
+@pytest.mark.parametrize(("target", "name"), [("v5e-8", "v5litepod-8"), ("h100x8", "h100x8")])
+def test_a_search_without_a_compiler(target, name, capsys, tmp_path, monkeypatch):
+    """Arithmetic alone: no compile worker starts, on TPUs and GPUs."""
+
+    def started(*args, **options):
+        raise AssertionError("a compile worker was started")
+
+    monkeypatch.setattr(compile_pool.subprocess, "Popen", started)
     out = tmp_path / "plan.json"
-    words = ["generate", "--config_path", str(CONFIG), "--target", "v5e-8", "--no-compile", "--search"]
+    words = ["generate", "--config_path", str(CONFIG), "--target", target, "--no-compile", "--search"]
     assert plan.main([*words, "--goal", "max_rows", "--json", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "search on v5litepod-8 for max_rows: " in said and "why not its neighbours:" in said
+    assert f"search on {name} for max_rows: " in said and "why not its neighbours:" in said
+    other = "GPU" if name.startswith("v") else "chip"
+    assert re.search(rf"\b{other}s?\b", said) is None
     (found,) = json.loads(out.read_text())["searches"]
     assert found["goal"] == "max_rows" and found["best"]["inference.cache_dtype"] == "int8"

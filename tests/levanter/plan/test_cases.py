@@ -94,7 +94,7 @@ class TestLlama405B:
         assert len(sharding.findings) == len(whole)
         for name, size in whole.items():
             (finding,) = [each for each in sharding.findings if f"{name}.weight" in each.split()[0]]
-            assert f"is replicated over model 8 × group 16: {size / GIB:.2f} GiB on each chip" in finding
+            assert f"is replicated over model 8 × group 16: {size / GIB:.2f} GiB on each device" in finding
         residents = {r.path.split(".")[-2]: r for r in verdict.budget.residents if r.path.startswith("model.")}
         assert {name: residents[name].nbytes for name in whole} == whole
         assert all(residents[name].replicated for name in whole)

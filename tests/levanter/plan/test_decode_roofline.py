@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.golden import assert_golden
-from helpers.seventy_rows import SEVENTY
+from helpers.seventy_rows import HEAD, LAYERS, SEVENTY
 from helpers.verdicts import compiled, fitting_verdict, loading, tiny_budget, tiny_plan
 
 from levanter.hardware import parse_accelerator
@@ -177,6 +177,21 @@ def test_heads_that_are_cut_further_repeat_the_cache():
     wide = replace(SEVENTY, devices=16, repeated=2)
     text = "\n".join(as_text(serving_sheets(verdict(served=wide))))
     assert f"repeated 2× over group: {SEVENTY.cache_bytes / 2 / GIB:.2f} GiB" in text
+
+
+def test_rows_that_fit_leave_what_programs_were_compiled_to_take():
+    """The assumption before a compiler was asked is not what is left free after it."""
+    served = replace(SEVENTY, rows=64, temp_bytes=0)
+    one = verdict(served=served)
+    outcome = one.programs[0].outcome
+    assert one.plan is not None and isinstance(outcome, Compiled)
+    temporaries = outcome.peak_bytes - outcome.memory.argument
+    assert temporaries > GIB
+    free = V5E.hbm_bytes - served.weights.total - temporaries
+    (advice,) = advise_on_slots(one.plan, V5E, [outcome])
+    assert advice.startswith(f"{free // (LAYERS * 2 * 8192 * (HEAD + 2))} rows of 8,192 positions fit, 64 asked")
+    (assumed,) = advise_on_slots(one.plan, V5E)
+    assert assumed.startswith("46 rows") and assumed != advice
 
 
 class TestTooManyRows:

@@ -188,8 +188,8 @@ def test_devices_without_a_limit():
     verdict = fitting_verdict(budget=replace(tiny_budget(plan), hbm_bytes=None), accelerator=None, target="local")
     text = render([verdict])
     assert text.startswith("eval_lm on local (8 × ")
-    assert "bytes on a device while small runs: 11.50 GiB (as compiled)" in text
-    assert "free" not in text.split("bytes on a device")[1].split("\n\n")[0]
+    assert "bytes on a chip while small runs: 11.50 GiB (as compiled)" in text
+    assert "free" not in text.split("bytes on a chip")[1].split("\n\n")[0]
     assert to_json([verdict])["verdicts"][0]["hbm_bytes"] is None
 
 

@@ -152,7 +152,7 @@ def test_statistics_of_the_same_array_are_told_apart():
         for which in ("mu", "nu")
         for name in names
     ]
-    boxes = re.findall(r"<b>(.*?)</b>", treemap(cells(alike, most=300)))
+    boxes = re.findall(r"<b>(.*?)</b>", treemap(cells(alike, most=300), holder="chip"))
     assert sorted(boxes) == sorted(f"{which} mlp.{name}" for which in ("mu", "nu") for name in names)
 
 

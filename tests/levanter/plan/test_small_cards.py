@@ -49,7 +49,7 @@ def test_adapters_on_a_24_gb_card():
     limit = plan.target.hbm_bytes or 0
     assert limit == round(0.75 * (23034 << 20)) and needed(plan) > limit
     layout, int8 = explain_oom(None, plan, hbm_budget(plan), program="train_step")[-2:]
-    assert layout.startswith("none of the changes tried fits; there is one chip")
+    assert layout.startswith("none of the changes tried fits; there is one GPU")
     assert needed(described(*LORA, "l4x1", "--model.gradient_checkpointing=true")) > limit
     # Projections by hand: attention 2 × 4096² + 2 × 4096 × 1024, MLP 3 × 4096 × 14336, 32 times, and a head of 128,256.
     projections = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096

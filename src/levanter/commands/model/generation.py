@@ -39,6 +39,9 @@ SNAPSHOTS_PER_ROW = 1
 """Snapshots of state that pages cannot share, for each row: they take as much memory as that state of the rows."""
 HOST_SHARE = 2
 """The divisor for memory that devices share with the rest of a host: rows take at most this part of it."""
+_GPU_PREFILL_BYTES = 512 << 20
+"""What prefill calls take on GPUs beside the assumed temporaries: scores of 512 queries of 32 heads over 8,192
+positions are half a GiB in float32. Llama 3.1 8B took 0.82 GiB in all, compiled for h100x1."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -366,6 +369,11 @@ def _plan_slots(
     shared = configured is None and target.hbm_bytes is None
     value = _decode_cost(model, least, inference, decode={}, prefill={})
     reserved = _program_bytes(model)
+    if target.platform == "gpu":
+        # XLA for GPUs copies the keys and values of the layer that it is at, of all rows, out of the cache.
+        layers = sum(count for _, count in value.mixers)
+        reserved += _GPU_PREFILL_BYTES
+        reserved += max(0, limit - value.weights.total - reserved) // (layers + 1)
     # The largest number of rows whose cache, with weights and temporaries, stays below the limit.
     most = value.fitting(limit // (HOST_SHARE if shared else 1), _pages_per_slot(least, inference), temp_bytes=reserved)
     # Configured pages limit the rows too: each row needs at least the pages of one context.

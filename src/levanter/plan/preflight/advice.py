@@ -92,7 +92,7 @@ class Advisor:
             changed = LayoutSubject(plan=plan, program=plan.program(self.program), hbm_bytes=subject.hbm_bytes)
             known = program_lower_bound(plan, self.program, hbm_bytes=subject.hbm_bytes)
             if known.total < now.total and known.recomputed:
-                yield Suggestion(changes=recipe, known=known, expected=round(known.total * factor))
+                yield Suggestion(changes=recipe, known=known, expected=round(known.total * factor), unit=self.pod.unit)
                 further = suggest_layouts(changed, factor=factor)
                 yield from (replace(layout, changes=(*recipe, *layout.changes)) for layout in further)
 
@@ -136,7 +136,7 @@ class Advisor:
             return None
         if limit is None:
             return None
-        size = f"{needed / (1 << 30):.2f} of {limit / (1 << 30):.2f} GiB a chip"
+        size = f"{needed / (1 << 30):.2f} of {limit / (1 << 30):.2f} GiB a {pod.unit}"
         if needed <= (1 - HEADROOM) * limit:
             return f"would fit: {name}  # {size}, compiled"
         # The bound was further off than estimated; layouts of the same step will be, too.
@@ -157,7 +157,7 @@ class Advisor:
             if expected * self.scale > (1 - HEADROOM) * limit:
                 continue
             if self._question(()) is None:
-                return f"may fit: as configured on {pod}  # at least {gib(known.total)} of {gib(limit)} a chip"
+                return f"may fit: as configured on {pod}  # at least {gib(known.total)} of {gib(limit)} a {pod.unit}"
             line = self._tried((), f"as configured on {pod}", expected, pod)
             # One pod beyond the limit may be compiled: without it there would be no advice at all.
             if line is not None or self.compiled > MOST_COMPILED:

@@ -92,7 +92,7 @@ def compile_stage(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None, budg
     beyond = [o for o in outcomes if exceeds_hbm(plan, o)]
     findings = [f"{o.name} does not fit: {o.refusal}" for o in refused]
     findings += [format_hbm_error(plan, o) for o in beyond if isinstance(o, Compiled)]
-    findings += advise_on_slots(plan, pod) if findings else []
+    findings += advise_on_slots(plan, pod, outcomes) if findings else []
     # On CPUs and GPUs the compiler accepts Programs that do not fit; `beyond` has these.
     fitting = [o.name for o in outcomes if o not in refused and o not in beyond]
     compiled = [f"{_named(plan, fitting)} compiled"] if fitting else []
@@ -154,11 +154,8 @@ def _without_compiler(
         findings = [finding, *advise_on_slots(plan, pod)]
         inquiry.end("compile", f"{why}, nor needed", findings=findings, code=DOES_NOT_FIT)
         return
-    inquiry.end(
-        "compile",
-        f"{why}; {name} needs at least {format_of_limit(known.total, limit)} ({known}); {lacking}",
-        status=status,
-    )
+    size = format_of_limit(known.total, limit, unit=plan.target.unit)
+    inquiry.end("compile", f"{why}; {name} needs at least {size} ({known}); {lacking}", status=status)
 
 
 def _certainly_refused(plan: RunPlan, names: Sequence[str]) -> str | None:

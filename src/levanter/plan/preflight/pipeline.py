@@ -69,7 +69,7 @@ def preflight(question: Question, *, progress: Progress = lambda _: None) -> Ver
         # report must show the one it was held to.
         budget = replace(budget, hbm_bytes=plan.target.limit_bytes)
     programs = cost_stage(inquiry, plan, pod, budget, outcomes)
-    headline = _headline(inquiry, budget, load, programs)
+    headline = _headline(inquiry, plan, budget, load, programs)
     return _verdict(inquiry, plan, pod, budget, load, programs, headline)
 
 
@@ -144,7 +144,7 @@ def _sharding(inquiry: Inquiry, plan: RunPlan, pod: Accelerator | None) -> Budge
     name, most = largest_inputs(budget)
     limit = budget.hbm_bytes
     message = (
-        f"inputs of {name} take {format_of_limit(most, limit)}"
+        f"inputs of {name} take {format_of_limit(most, limit, unit=plan.target.unit)}"
         if name
         else "no program, because an input is not available"
     )
@@ -196,11 +196,12 @@ def _expected(plan: RunPlan) -> bool:
 
 def _headline(
     inquiry: Inquiry,
+    plan: RunPlan,
     budget: Budget,
     load: LoadBudget | None,
     programs: Sequence[ProgramVerdict],
 ) -> str:
-    limit = budget.hbm_bytes
+    limit, unit = budget.hbm_bytes, plan.target.unit
     name, most = largest_inputs(budget)
     refused = [p for p in programs if isinstance(p.outcome, Refused)]
     if limit is not None and most > limit:
@@ -219,14 +220,14 @@ def _headline(
     times = [f"{p.name} {span_text(p.time.low, p.time.high)}" for p in programs if p.time is not None]
     modelled = f"; {', '.join(times)} ({time_basis(programs)})" if times else ""
     if compiled:
-        size = format_of_limit(max(p.peak_bytes or 0 for p in compiled), limit)
+        size = format_of_limit(max(p.peak_bytes or 0 for p in compiled), limit, unit=unit)
     elif inquiry.known is not None and limit is not None:
         program, known = inquiry.known
         if known.total > limit:
             return f"does not fit: at least {gib(known.total)} > {gib(limit)} ({program}; not compiled)"
-        size = f"at least {format_of_limit(known.total, limit)}"
+        size = f"at least {format_of_limit(known.total, limit, unit=unit)}"
     else:
-        size = f"{format_of_limit(most, limit)} for inputs alone"
+        size = f"{format_of_limit(most, limit, unit=unit)} for inputs alone"
     if inquiry.exit_code == NOT_DECIDED:
         return f"not decided: {size}{modelled}"
     if inquiry.exit_code == OK:

@@ -107,14 +107,14 @@ class Inquiry:
         return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in self.codes), OK)
 
 
-def format_of_limit(nbytes: int, limit: int | None) -> str:
-    """Bytes on a device and its limit, as text."""
+def format_of_limit(nbytes: int, limit: int | None, *, unit: str) -> str:
+    """Bytes on a device and its limit, as text; `unit` is the word for a device."""
     if limit is None:
-        return f"{gib(nbytes)} a device"
+        return f"{gib(nbytes)} a {unit}"
     # Two decimals of GiB would show a small number as 0.00.
     if nbytes < 0.01 * limit:
-        return f"{gib(nbytes)} of {gib(limit)} a chip"
-    return f"{nbytes / (1 << 30):.2f} of {limit / (1 << 30):.2f} GiB a chip"
+        return f"{gib(nbytes)} of {gib(limit)} a {unit}"
+    return f"{nbytes / (1 << 30):.2f} of {limit / (1 << 30):.2f} GiB a {unit}"
 
 
 def first_line(texts: Sequence[str]) -> str:

@@ -83,18 +83,17 @@ class Cell:
         """The path, and the number of arrays that share it."""
         return self.resident.path + (f" ({self.count} of them)" if self.count > 1 else "")
 
-    @property
-    def about(self) -> str:
-        """The description of the cell, as lines: path, axes, sharding and bytes."""
+    def about(self, *, holder: str) -> str:
+        """The description of the cell, as lines: path, axes, sharding and bytes on a `holder`."""
         resident = self.resident
         lines = [self.name, f"{resident.group}: {resident.dtype} {named_shape(resident.axes)}"]
         lines += [] if resident.replicated else [resident.spec]
         single = f" ({gib(resident.nbytes)} each)" if self.count > 1 else ""
-        lines.append(f"{gib(self.nbytes)} on a chip{single} of {gib(self.count * resident.whole_bytes)} in all")
+        lines.append(f"{gib(self.nbytes)} on a {holder}{single} of {gib(self.count * resident.whole_bytes)} in all")
         if resident.replicated:
-            lines.append("replicated: every chip holds a copy")
+            lines.append(f"replicated: every {holder} holds a copy")
         elif resident.replicated_over:
-            lines.append(f"the same on all chips along {' × '.join(resident.replicated_over)}")
+            lines.append(f"the same on all {holder}s along {' × '.join(resident.replicated_over)}")
         return "\n".join(line for line in lines if line)
 
 
@@ -132,8 +131,8 @@ def cells(residents: Sequence[Resident], *, most: int) -> list[Cell]:
     return [*ordered[: most - 1], Cell(resident=summary)]
 
 
-def treemap(shown: Sequence[Cell]) -> Html:
-    """Every array as a box with an area of its bytes on a chip, by group; replicated arrays are hatched."""
+def treemap(shown: Sequence[Cell], *, holder: str) -> Html:
+    """Every array as a box with an area of its bytes on a `holder`, by group; replicated arrays are hatched."""
     groups: dict[str, list[Cell]] = {}
     for cell in shown:
         groups.setdefault(cell.resident.group, []).append(cell)
@@ -143,8 +142,8 @@ def treemap(shown: Sequence[Cell]) -> Html:
     boxes: list[Content] = []
     for members, area in zip(groups.values(), areas, strict=True):
         for cell, at in zip(members, squarify([cell.nbytes for cell in members], area), strict=True):
-            boxes.append(_box(cell, at, apart[cell.name]))
-    return tag("div", boxes, class_="map", role="group", aria_label="arrays by their bytes on a chip")
+            boxes.append(_box(cell, at, apart[cell.name], holder=holder))
+    return tag("div", boxes, class_="map", role="group", aria_label=f"arrays by their bytes on a {holder}")
 
 
 def _short_names(shown: Sequence[Cell]) -> dict[str, str]:
@@ -165,7 +164,7 @@ def _short_names(shown: Sequence[Cell]) -> dict[str, str]:
     return names
 
 
-def _box(cell: Cell, at: Rectangle, name: str) -> Html:
+def _box(cell: Cell, at: Rectangle, name: str, *, holder: str) -> Html:
     resident = cell.resident
     style = (
         f"left:{css_percent(at.x / _MAP.width)};top:{css_percent(at.y / _MAP.height)};"
@@ -183,7 +182,7 @@ def _box(cell: Cell, at: Rectangle, name: str) -> Html:
         type="button",
         class_=classes,
         style=style,
-        title=cell.about,
+        title=cell.about(holder=holder),
         aria_label=cell.name,
         tabindex=-1,
     )

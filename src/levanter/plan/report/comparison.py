@@ -29,9 +29,9 @@ def compared_text(comparison: Comparison) -> str:
     ]
     lines += table(rows, align=("left", "right", "right", "right"), header=header)
     legend = (
-        "received: bytes that a chip receives from others in one step; by arithmetic, weights are gathered in the "
-        "compute dtype in the forward and in the backward pass, and gradients are summed in float32; as compiled, all "
-        f"collectives of the step. Times are {view.MODELLED}"
+        f"received: bytes that a {view.holder(comparison.configured.verdict)} receives from others in one step; by "
+        "arithmetic, weights are gathered in the compute dtype in the forward and in the backward pass, and gradients "
+        f"are summed in float32; as compiled, all collectives of the step. Times are {view.MODELLED}"
     )
     return "\n".join([*lines, *paragraph(legend)]) + "\n"
 
@@ -89,7 +89,7 @@ def _step(this: ComparedRun, other: ComparedRun) -> Iterator[Row]:
     yield _row("a step", this_seconds, other_seconds, seconds_text)
     exposed = [None if time is None else timing.exposed_share(time) for time in times]
     yield ("  of it exposed communication", *(_NONE if share is None else percent(share) for share in exposed), "")
-    yield _row("tokens/s/chip", _rate(this), _rate(other), three_digits)
+    yield _row(f"tokens/s/{view.counted(this.verdict)}", _rate(this), _rate(other), three_digits)
     used = [_utilization(side) for side in sides]
     yield ("MFU", *(_NONE if share is None else percent(share) for share in used), "")
 

@@ -104,7 +104,10 @@ def _comparison(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
                 _share_or_dash(timing.exposed_share(time) if time is not None else None),
             ]
         )
-    header = ("target", "chips", "a chip holds", "verdict", "a step", "within", "tokens/s/chip", "MFU", "exposed")
+    unit = view.counted(*verdicts)
+    header = (
+        "target", f"{unit}s", f"a {unit} holds", "verdict", "a step", "within", f"tokens/s/{unit}", "MFU", "exposed"
+    )  # fmt: skip
     note = "Within: from everything overlapped to the schedule as compiled. MFU: attention over the causal half. "
     note += "Exposed: the share of a step that is communication not hidden by compute."
     return escaped([table(header, rows, numbers=(1, 2, 4, 5, 6, 7, 8)), tag("p", note, class_="soft")])
@@ -178,12 +181,12 @@ def _tiles(verdict: Verdict) -> Html:
         figures.append(("exposed", seconds_text(time.exposed), f"{percent(timing.exposed_share(time))} of it"))
         if (speed := timing.rate(verdict, program)) is not None:
             within = f"within {between(*speed.tokens_per_second_per_chip)}"
-            figures.append(("tokens/s/chip", three_digits(speed.expected), within))
+            figures.append((f"tokens/s/{view.counted(verdict)}", three_digits(speed.expected), within))
         if (share := timing.utilization(program, program.mfu)) is not None and program.mfu is not None:
             figures.append(("MFU", percent(share), f"within {percent_between(*program.mfu)}"))
     if (job := view.job_seconds(verdict)) is not None:
         hours = view.chip_hours(verdict)
-        cost = "" if hours is None else f"{between(*hours)} chip-hours, "
+        cost = "" if hours is None else f"{between(*hours)} {view.counted(verdict)}-hours, "
         figures.append(("the whole job", span_text(*job), f"{cost}without loading"))
     if verdict.load is not None:
         rate = three_digits(verdict.load.gigabytes_per_second)
@@ -246,17 +249,16 @@ def _arrays(verdict: Verdict, most: int) -> Content:
                 gib(cell.count * resident.whole_bytes),
             ]
         )
-    header = ("array", "group", "axes", "sharding", f"on a {view.holder(verdict)}", "in all")
+    holder = view.holder(verdict)
+    header = ("array", "group", "axes", "sharding", f"on a {holder}", "in all")
     count = count_text(len(verdict.budget.residents), "array")
-    hint = "Point at an array, tap it, or move with the arrow keys. Hatched: replicated on every chip."
+    hint = f"Point at an array, tap it, or move with the arrow keys. Hatched: replicated on every {holder}."
     return section(
         "Arrays",
-        charts.treemap(shown),
+        charts.treemap(shown, holder=holder),
         tag("div", hint, class_="detail", aria_live="polite"),
         tag("details", tag("summary", f"{count} as a table"), table(header, rows, numbers=(4, 5))),
-        note=(
-            f"{count}, each as large as its bytes on a {view.holder(verdict)}; hatched ones are replicated on every one"
-        ),
+        note=f"{count}, each as large as its bytes on a {holder}; hatched ones are replicated on every one",
     )
 
 
@@ -317,7 +319,7 @@ def _speed(verdict: Verdict, program: ProgramVerdict) -> str:
         tokens = count_text(work.tokens, "token")
         if work.unit != "tokens":
             tokens += f" in {work.items:,} {work.unit} ({three_digits(speed.items_per_second)} {work.unit}/s)"
-        sentences.append(f"{tokens} an execution: {timing.rate_text(speed)} tokens/s/chip.")
+        sentences.append(f"{tokens} an execution: {timing.rate_text(speed)} tokens/s/{view.counted(verdict)}.")
     if program.mfu is not None:
         full = timing.utilization_text(program, program.mfu_full)
         full = f"; {full} with full attention" if full else ""

@@ -44,7 +44,7 @@ def serving_sheets(verdict: Verdict) -> tuple[ReportTable, ...]:
         sheets.append(_contexts(verdict, report))
     sheets.append(_prompts(report))
     if report.loads:
-        sheets.append(_loads(report))
+        sheets.append(_loads(report, unit=view.counted(verdict)))
     sheets.append(_start(report))
     return tuple(sheets)
 
@@ -120,15 +120,15 @@ def _timed(time: tuple[float, float, float] | None, floor: Roofline | None) -> t
     return known, within, seconds_text(floor.seconds), share, floor.binds
 
 
-def _loads(report: ServingReport) -> ReportTable:
+def _loads(report: ServingReport, *, unit: str) -> ReportTable:
     served = report.served
     priced = any(load.dollars is not None for load in report.loads)
-    header = ("rows", "a token", "within", "tokens/s/chip", "roofline", "share", "bottleneck")
+    header = ("rows", "a token", "within", f"tokens/s/{unit}", "roofline", "share", "bottleneck")
     sentences = [
         f"rows of {served.context:,} positions; roofline: weights and cache at full HBM bandwidth, matmuls at peak"
     ]
     if any(load.time is None for load in report.loads):
-        sentences.append("not compiled: tokens/s/chip at the roofline, which no program exceeds")
+        sentences.append(f"not compiled: tokens/s/{unit} at the roofline, which no program exceeds")
     if len(served.decode) == 1 and len(report.loads) > 1:
         # Without buckets of rows the only Program always computes `max_rows` rows.
         sentences.append(f"fewer rows take as long as {served.rows}: one Program serves all of them")

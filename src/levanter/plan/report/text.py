@@ -50,7 +50,10 @@ def _several(verdicts: Sequence[Verdict]) -> list[str]:
 
 def comparison(verdicts: Sequence[Verdict]) -> list[str]:
     """One row for each target."""
-    header = ("target", "chips", "GiB a chip", "of", "verdict", "a step", "within", "tokens/s/chip", "MFU", "exposed")
+    unit = view.counted(*verdicts)
+    header = (
+        "target", f"{unit}s", f"GiB a {unit}", "of", "verdict", "a step", "within", f"tokens/s/{unit}", "MFU", "exposed"
+    )  # fmt: skip
     numbers: list[Align] = ["right"] * 5
     align: tuple[Align, ...] = ("left", "right", "right", "right", "left", *numbers)
     rows = []
@@ -300,7 +303,7 @@ def _time(verdict: Verdict, program: ProgramVerdict) -> list[str]:
         summary = f"{count_text(work.tokens, 'token')} an execution"
         if work.unit != "tokens":
             summary += f" in {work.items:,} {work.unit}, {three_digits(speed.items_per_second)} {work.unit}/s"
-        lines += paragraph(f"{summary}: {timing.rate_text(speed)} tokens/s/chip")
+        lines += paragraph(f"{summary}: {timing.rate_text(speed)} tokens/s/{view.counted(verdict)}")
     if program.mfu is not None:
         full = timing.utilization_text(program, program.mfu_full)
         full = f"; {full} with full attention" if full else ""
@@ -361,5 +364,7 @@ def _job(verdict: Verdict) -> list[str]:
     if total is not None and len(working) > 1:
         lines += paragraph(f"together {span_text(*total)}")
     if (hours := view.chip_hours(verdict)) is not None:
-        lines += paragraph(f"cost: {between(*hours)} chip-hours, without loading, checkpoints and restarts")
+        lines += paragraph(
+            f"cost: {between(*hours)} {view.counted(verdict)}-hours, without loading, checkpoints and restarts"
+        )
     return lines

@@ -10,6 +10,7 @@ from typing import Literal
 
 from haliax_ext.errors import gib
 from haliax_ext.hlo import CompiledFigures
+from levanter.hardware import unit_name
 from levanter.html.format import seconds_text, three_digits
 from levanter.plan.aot import Compiled, Refused
 from levanter.plan.hbm_budget import Resident
@@ -71,9 +72,19 @@ def link_name(verdict: Verdict, network: str) -> str:
 
 
 def holder(verdict: Verdict) -> str:
-    """The word for a unit of memory: `chip`, or `device` where a chip has several devices or is not known."""
-    pod = verdict.accelerator
-    return "chip" if pod is not None and pod.devices == pod.chips else "device"
+    """The word for a unit of memory: `chip`, `GPU`, or `device` where a chip has several devices or is not known."""
+    if verdict.accelerator is not None:
+        return verdict.accelerator.unit
+    return "device" if verdict.plan is None else verdict.plan.target.unit
+
+
+def counted(*verdicts: Verdict) -> str:
+    """The word for what `chips` counts; `device` where targets differ."""
+    platforms = {
+        v.accelerator.generation.platform if v.accelerator else v.plan.target.platform if v.plan else ""
+        for v in verdicts
+    }
+    return unit_name(platforms.pop() if len(platforms) == 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +177,11 @@ def basis_of_all(verdict: Verdict) -> str:
 
 def offloading(verdict: Verdict) -> tuple[str, ...]:
     """Sentences about what Programs send to host memory."""
+    unit = counted(verdict)
     offloads = [program.offloaded for program in verdict.programs if program.offloaded is not None]
     return tuple(
         f"{offload}"
-        + (f"; {seconds_text(offload.seconds)} a step over each chip's link to it" if offload.seconds else "")
+        + (f"; {seconds_text(offload.seconds)} a step over each {unit}'s link to it" if offload.seconds else "")
         for offload in offloads
     )
 

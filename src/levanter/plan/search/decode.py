@@ -228,12 +228,12 @@ def _neighbours(best: DecodeLayout, pod: Accelerator, goal: Goal, *, limit: int)
         if other.dtype == cost.dtype and tensor in (2 * before, before // 2) and tensor != before:
             layout = next(decode_layouts(other, pod, goal, limit=limit), None)
             name = estimate_decode_layout(other, other.shards, pod, limit=limit).candidate.sizes
-            yield name, _no_row(other, limit) if layout is None else layout.summary
+            yield name, _no_row(other, pod, limit) if layout is None else layout.summary
     for dtype in _DTYPES:
         if dtype != cost.dtype:
             other = replace(cost, dtype=dtype)
             layout = next(decode_layouts(other, pod, goal, limit=limit), None)
-            yield f"{dtype} cache", _no_row(other, limit) if layout is None else layout.summary
+            yield f"{dtype} cache", _no_row(other, pod, limit) if layout is None else layout.summary
     more = best.rows + cost.shards
     if more <= best.most:
         yield f"{more} rows", estimate_decode_layout(cost, more, pod, limit=limit).summary
@@ -243,16 +243,16 @@ def _neighbours(best: DecodeLayout, pod: Accelerator, goal: Goal, *, limit: int)
             + cost.temp_bytes
             + more // cost.shards * (cost.bytes_per_row(cost.context) + cost.state_bytes)
         )
-        yield f"{more} rows", f"{gib(beyond - limit)} too much a chip"
+        yield f"{more} rows", f"{gib(beyond - limit)} too much a {pod.unit}"
     for context in (cost.context // 2, cost.context * 2):
         other = replace(cost, context=context)
         rows = other.fitting(limit, context, temp_bytes=cost.temp_bytes)
         yield f"rows of {context:,} positions", f"{rows} fit"
 
 
-def _no_row(served: DecodeCost, limit: int) -> str:
+def _no_row(served: DecodeCost, pod: Accelerator, limit: int) -> str:
     fixed_bytes = served.weights.total + served.temp_bytes
-    return f"no row fits: weights and temporaries take {gib(fixed_bytes)} of {gib(limit)} a chip"
+    return f"no row fits: weights and temporaries take {gib(fixed_bytes)} of {gib(limit)} a {pod.unit}"
 
 
 def render_decode_search(result: DecodeSearchResult, *, target: str) -> str:

@@ -61,6 +61,15 @@ def test_as_many_as_a_chip_has_room_for(tmp_path):
     assert rows_of(plan(tmp_path, pod_target("v6e-8"), allocation="paged", page_size=1000)) == 42  # nine pages a row
 
 
+def test_gpus_have_room_for_a_copy_of_a_layer(tmp_path):
+    """Compiled for H100s, a decode step copies the keys and values of one layer of all rows: an 80th of the cache."""
+    target = pod_target("h100x8")
+    rows = rows_of(plan(tmp_path, target))
+    assert target.hbm_bytes is not None
+    free = target.hbm_bytes - WEIGHTS / 8 - rows * ROW / 8 * 81 / 80
+    assert 0.75 * GIB < free < 0.75 * GIB + ROW / 8 + 0.1 * GIB
+
+
 def test_pages_that_do_not_fill_tiles_are_noted(tmp_path):
     def notes(target: Target, **inference) -> list[str]:
         checks = plan(tmp_path, target, max_rows=8, **inference).checks

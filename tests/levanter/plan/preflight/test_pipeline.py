@@ -5,6 +5,7 @@ compiler ends are those of `tests/aot/described_programs.py`.
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,7 +218,19 @@ def test_gpus_by_arithmetic_alone(evaluation):
     text = " ".join(render([verdict]).split())
     assert text.count("an estimate, not measured") >= 4 and "compute and memory" in text
     assert "(estimate)" in render([verdict, verdict])
-    assert "an estimate, not measured" in to_html([verdict])
+    page = to_html([verdict])
+    assert "an estimate, not measured" in page
+    # One word for what a plan counts.
+    assert "GPU" in text and all(re.search(r"\bchips?\b", shown) is None for shown in (text, page))
+
+
+@pytest.mark.parametrize(("target", "unit", "other"), [("h100x8", "GPU", "chip"), ("v4-8", "chip", "GPU")])
+def test_a_refusal_names_what_it_counts(target, unit, other, tmp_path):
+    path = training(tmp_path, model__num_layers=400, model__hidden_dim=8192, model__intermediate_dim=32768)
+    verdict = preflight(question("train_lm", path, target, compile=False))
+    text, page = " ".join(render([verdict]).split()), to_html([verdict])
+    assert verdict.exit_code == 3 and f"on a {unit}" in text and f"{unit}s" in text
+    assert all(re.search(rf"\b{other}s?\b", shown) is None for shown in (text, page))
 
 
 def test_without_the_tpu_compiler(evaluation, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import pytest
 from helpers.hf_folder import TEXTS, write_folder
 
 from levanter.commands.evaluate import eval_lm
@@ -13,7 +14,8 @@ from levanter.plan.search import space
 from levanter.plan.target_from_name import pod_target
 
 
-def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkeypatch):
+def evaluation(tmp_path):
+    """The configuration of an evaluation whose model is there."""
     write_folder(tmp_path / "model")
     (tmp_path / "docs.jsonl").write_text(json.dumps({"text": "\n".join(TEXTS) * 9}) + "\n")
     document = {
@@ -23,7 +25,11 @@ def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkey
         "trainer": {"mp": "f32", "mesh": {"axes": {"data": -1, "model": 2}}},
     }
     (tmp_path / "eval.yaml").write_text(json.dumps(document))
-    config = parse(eval_lm.EvalLmConfig, paths=[str(tmp_path / "eval.yaml")])
+    return parse(eval_lm.EvalLmConfig, paths=[str(tmp_path / "eval.yaml")])
+
+
+def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkeypatch):
+    config = evaluation(tmp_path)
     pod = parse_accelerator("v4-8")
     target = pod_target(pod)
     described, said = [], []
@@ -61,3 +67,22 @@ def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkey
     assert [run.plan.mesh for run in runs] == [plan.mesh for _, plan in first]
     # Where nothing is kept for the user, it is kept for as long as the search takes.
     assert not how["kept"].folder.exists()
+
+
+@pytest.mark.parametrize("name", ["v4-8", "h100x8"])
+def test_without_compilation_arithmetic_ranks(name, tmp_path, monkeypatch):
+    def compiled(*args, **options):
+        raise AssertionError("a layout was compiled")
+
+    monkeypatch.setattr(space, "preflight", compiled)
+    monkeypatch.setattr(space, "compile_ahead", compiled)
+    config, pod = evaluation(tmp_path), parse_accelerator(name)
+    found = space.search_layouts(
+        Question(target=name, describe=lambda t: None, provider="", payload={}, compile=False),
+        config=config,
+        describe=eval_lm.describe,
+        plan=eval_lm.describe(config, pod_target(pod)),
+        pod=pod,
+        say=lambda text: None,
+    )
+    assert found.best is not None and found.ranked and not found.compiled
