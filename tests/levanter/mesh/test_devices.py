@@ -91,7 +91,7 @@ def test_report_without_mappings_on_hosts():
     config = MeshConfig(granule="process")
     found = describe_devices([HostDevice(id=n, process_index=n // 4) for n in range(8)], config)
     assert mesh_report(resolve_sizes(config, devices=8, granules=2), found) == (
-        "8 devices (H100), 2 hosts, 2 processes\n"
+        "8 GPUs (H100), 2 hosts, 2 processes\n"
         "mesh data 4 × replica 1 × model 1 × replica_dcn 2 (DCN)\n"
         "replica_dcn crosses DCN"
     )
