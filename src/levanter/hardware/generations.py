@@ -465,7 +465,8 @@ GENERATIONS: tuple[Generation, ...] = (
         dcn_host_bandwidth=12.5 * GB,
         host_link_bandwidth=25 * GB,
         gpu=_L4,
-    ),    Generation(
+    ),
+    Generation(
         name="a6000",
         platform="gpu",
         device_kind="NVIDIA RTX A6000",
