@@ -20,6 +20,8 @@ from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.harness import plan as harness_plan
 from levanter.commands.harness.config import EvalHarnessConfig
 from levanter.commands.memorize import eval_careless_lm
+from levanter.commands.serve import serve
+from levanter.commands.serve.config import ServeConfig
 from levanter.commands.train.dpo import config as dpo_config
 from levanter.commands.train.dpo import lora_config as lora_dpo_config
 from levanter.commands.train.dpo import lora_dpo, train_dpo
@@ -54,6 +56,7 @@ ENTRY_POINTS: Mapping[str, tuple[type, Any]] = {
     "eval_needles": (EvalNeedlesConfig, needles_plan.describe),
     "lora_dpo": (lora_dpo_config.LoraDpoConfig, lora_dpo.describe),
     "lora_lm": (lora_config.LoraLmConfig, lora_lm.describe),
+    "serve": (ServeConfig, serve.describe),
     "train_dpo": (dpo_config.TrainDpoConfig, train_dpo.describe),
     "train_lm": (train_lm.TrainLmConfig, train_lm.describe),
 }

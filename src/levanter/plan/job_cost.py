@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from levanter.hardware import Accelerator
+from levanter.plan.decode_roofline import DecodeLoad
 from levanter.plan.load_budget import STORE_RATE
 from levanter.plan.verdict import ProgramVerdict, Verdict
-from levanter.runplan import OK, PlanOptions, TrainingJob
+from levanter.runplan import OK, PlanOptions, RunPlan, TrainingJob
 
 INTERRUPTIONS, INTERRUPTED_DEVICES, INTERRUPTED_DAYS = 419, 16_384, 54
 """Unexpected interruptions of one job in 54 days on 16,384 GPUs: Grattafiori et al., "The Llama 3 Herd of Models",
@@ -174,9 +175,9 @@ def job_cost(verdict: Verdict) -> JobCost | None:
     # Training runs alone have a job: steps, checkpoints and a state to restore.
     job, rate = plan.job, store_rate(options)
     work, unknown = _work(verdict)
-    load = verdict.load
     # All hosts read at the same time, so the one that reads most sets the time.
-    loading = None if load is None else _transfer(max(load.bytes_by_host, default=0), rate)
+    read = bytes_by_host(plan)
+    loading = _transfer(max(read), rate) if read else None
     compilation = _compilation(verdict)
     start = (loading or ZERO) + (compilation or ZERO)
     saves = None if job is None else _saves(job, pod, work, rate)
@@ -202,6 +203,24 @@ def job_cost(verdict: Verdict) -> JobCost | None:
         tokens_per_second=None if job is None else _tokens_per_second(verdict),
         storage=None if job is None else _storage(verdict, job, interruptions),
     )
+
+
+def bytes_by_host(plan: RunPlan) -> list[int]:
+    """Bytes of weights that each host reads before the first step, those of a second model included; empty for none."""
+    loads = [load.bytes_by_host for load in (plan.load, plan.second_load) if load is not None]
+    return [sum(parts) for parts in zip(*loads, strict=True)]
+
+
+def token_price(load: DecodeLoad, dollars: float) -> CostRange:
+    """Dollars for a million tokens that are decoded under a load; its least value alone is known without a compiler.
+
+    Args:
+        load: the rows that decode at once.
+        dollars: for a chip-hour.
+    """
+    low, expected, high = (load.floor.seconds,) * 3 if load.time is None else load.time
+    # Every call makes one token of every row.
+    return CostRange(low=low, expected=expected, high=high).times(load.chips * dollars / 3600 / load.rows * 1e6)
 
 
 def chip_hour_prices(options: PlanOptions, pod: Accelerator) -> dict[str, float]:
@@ -380,7 +399,7 @@ def _storage(verdict: Verdict, job: TrainingJob, interruptions: Interruptions | 
     # The last temporary checkpoints of a finished run are not deleted.
     kept = job.permanent_checkpoints + (job.temporary_checkpoints if job.save_seconds is not None else 0)
     tokens = sum(p.workload.tokens * (p.workload.executions or 0) for p in _trained(verdict) if p.workload is not None)
-    weights = 0 if verdict.load is None else sum(verdict.load.bytes_by_host)
+    weights = 0 if verdict.plan is None else sum(bytes_by_host(verdict.plan))
     again = (job.restored_host_bytes + job.reread_host_bytes) * hosts
     # A run without an end reads without an end; it has other problems than storage.
     restarts = 0.0 if interruptions is None or not math.isfinite(interruptions.count) else interruptions.count

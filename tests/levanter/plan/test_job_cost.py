@@ -34,13 +34,34 @@ RUNS = {
         target="v5p-8",
         overrides=("--trainer.train_batch_size=16",),
     ),
+    # Two rows of 8,192 tokens a chip, one at a time, everything recomputed.
+    "llama3.1_70b_2xv6e-256": Case(
+        name="llama3.1_70b_2xv6e-256",
+        entry_point="train_lm",
+        config="train/published/llama3.1_70b_v6e-256",
+        target="2xv6e-256",
+        overrides=(
+            "--trainer.train_batch_size=1024",
+            "--model.gradient_checkpointing=true",
+            "--trainer.per_device_parallelism=1",
+        ),
+    ),
+    "dpo_llama3_8b_v5p-8": CASES["dpo_llama3_8b_v5p-8"],
     "lora_llama3_8b_v5p-8": CASES["lora_llama3_8b_v5p-8"],
+    "serve_llama3.1_70b_int8_v5e-8": Case(
+        name="serve_llama3.1_70b_int8_v5e-8",
+        entry_point="serve",
+        config="serve/llama3.1_70b_int8",
+        target="v5e-8",
+    ),
 }
 PRICES = PlanOptions(price={"v5p": 4.0, "v5p:spot": 1.5, "v6e": 3.0, "v5e": 1.0})
 """Made-up numbers."""
 NOTHING = MemoryFigures(argument=0, output=0, alias=0, temp=0, generated_code=0, peak=0)
 # Llama 3.1 8B: 32 layers of q and o, k and v, the MLP and two norms; embedding and head; the last norm.
 PARAMETERS_8B = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096 + 2 * 4096) + 2 * 128256 * 4096 + 4096
+# 80 layers of twice the width, and a vocabulary of the same size.
+PARAMETERS_70B = 80 * (2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192 + 2 * 8192) + 2 * 128256 * 8192 + 8192
 # Rank 16: a factor for the inputs and one for the outputs of q and o, k and v, and the three matrices of the MLP.
 FACTORS_8B = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
 COUNTERS = 4 + 8 + 4 + 4
@@ -109,6 +130,7 @@ def test_golden_text():
 
 def test_parameters_are_those_of_the_published_model():
     assert PARAMETERS_8B == 8_030_261_248
+    assert PARAMETERS_70B == 70_553_706_496
     assert FACTORS_8B == 41_943_040
 
 
@@ -128,6 +150,7 @@ class ByHand:
         link: float,
         loaded: int = 0,
         reread: int = 0,
+        restored: float | None = None,
     ):
         kept = TIMES[name]["train_step"]
         compiling = kept["compile_seconds"]
@@ -142,7 +165,8 @@ class ByHand:
         copy = a_host / (link * chips / hosts)
         blocked = [copy, copy, 2 * copy]
         assert max(writing) < between
-        restart = [compiling + (a_host + reread) / rate for rate in rates]
+        again = reread + (a_host if restored is None else restored)
+        restart = [compiling + again / rate for rate in rates]
         # 419 interruptions in 54 days of 16,384 devices.
         rate = 419 / 54 / 16384 * chips / 86400
         lost = [0, between / 2, between]
@@ -162,7 +186,7 @@ class ByHand:
         ]
         self.tokens_per_second = [tokens / seconds for seconds in reversed(kept["seconds"])]
         self.end, self.most = (permanent + 1) * checkpoint, (permanent + 2) * checkpoint
-        self.read = loaded * hosts + 4 * tokens * steps + self.stops * (a_host + reread) * hosts
+        self.read = loaded * hosts + 4 * tokens * steps + self.stops * again * hosts
 
     def check(self, values: dict[str, Any], prices: dict[str, float]) -> None:
         assert span(values["work_seconds"]) == close(self.work)
@@ -224,6 +248,70 @@ def test_adapters():
         reread=base,
     )
     hand.check(values, {"any": 4.0, "spot": 1.5})
+
+
+def test_70b_on_two_slices():
+    values = cost_values(verdict_of("llama3.1_70b_2xv6e-256"))
+    assert values is not None
+    checkpoint = 12 * PARAMETERS_70B + COUNTERS
+    hand = ByHand(
+        name="llama3.1_70b_2xv6e-256",
+        steps=100_000,
+        tokens=1024 * 8192,
+        checkpoint=checkpoint,
+        permanent=10,
+        chips=512,
+        hosts=128,
+        link=15e9,
+        # Each slice has the whole state: a host reads the parts of its four chips, of the 256 of its slice.
+        restored=4 * (12 * PARAMETERS_70B / 256 + COUNTERS),
+    )
+    hand.check(values, {"any": 3.0})
+    assert values["host_bytes"]["saving"] == checkpoint / 128
+    assert round(hand.stops) == 6
+
+
+def test_preferences_read_two_models():
+    """The policy begins as 16 bits and is saved as 12 bytes a parameter; the reference is read again at every start."""
+    values = cost_values(verdict_of("dpo_llama3_8b_v5p-8"))
+    assert values is not None
+    checkpoint = 12 * PARAMETERS_8B + COUNTERS
+    hand = ByHand(
+        name="dpo_llama3_8b_v5p-8",
+        steps=1000,
+        # Pairs of two sequences.
+        tokens=32 * 2 * 2048,
+        checkpoint=checkpoint,
+        permanent=1,
+        chips=4,
+        hosts=1,
+        link=15e9,
+        loaded=2 * 2 * PARAMETERS_8B,
+        reread=2 * PARAMETERS_8B,
+    )
+    hand.check(values, {"any": 4.0, "spot": 1.5})
+
+
+def test_a_server_costs_dollars_for_a_million_tokens():
+    values = cost_values(verdict_of("serve_llama3.1_70b_int8_v5e-8"))
+    assert values is not None
+    assert values["total_seconds"] is None and values["dollars"] == {} and values["saves"] is None
+    # Eight chips at a dollar. A call makes one token of each row.
+    assert values["dollars_per_hour"] == {"any": 8.0}
+    seconds = TIMES["serve_llama3.1_70b_int8_v5e-8"]["decode_44"]["seconds"]
+    for load in values["dollars_per_million_tokens"]:
+        assert span(load["any"]) == close([8 / 3600 * second / load["rows"] * 1e6 for second in seconds])
+    assert [load["rows"] for load in values["dollars_per_million_tokens"]] == [1, 8, 32, 44]
+    # Weights are read as stored, in 16 bits.
+    assert span(values["loading_seconds"]) == close([2 * PARAMETERS_70B / rate for rate in (9.3e9, 2e9, 0.16e9)])
+    compiled = [program["compile_seconds"] for program in TIMES["serve_llama3.1_70b_int8_v5e-8"].values()]
+    assert span(values["compile_seconds"]) == close([max(compiled), sum(compiled), sum(compiled)])
+    rows = rows_of(verdict_of("serve_llama3.1_70b_int8_v5e-8"))
+    assert rows["dollars an hour"][0] == "$8.00" and "total time" not in rows
+    assert rows["10⁶ tokens, 44 rows"][0].startswith("$2.31")
+    # Without a compiler only a lower bound of the time is known.
+    plain = replace(described("serve_llama3.1_70b_int8_v5e-8"), options=PRICES)
+    assert rows_of(plain)["10⁶ tokens, 44 rows"][0].startswith("at least $")
 
 
 def rows_of(verdict: Verdict) -> dict[str, tuple[str, str]]:

@@ -25,8 +25,10 @@ from levanter.plan.job_cost import (
     JobCost,
     Saves,
     Storage,
+    bytes_by_host,
     job_cost,
     store_rate,
+    token_price,
 )
 from levanter.plan.pod_choice import Offer, PodChoice
 from levanter.plan.report import view
@@ -204,13 +206,11 @@ def _serving(verdict: Verdict, cost: JobCost, loads: tuple[DecodeLoad, ...]) -> 
         yield CostRow(name=f"dollars an hour{label}", value=f"${three_digits(cost.chips * price)}", reason=reason)
         for load in loads:
             # Without a compiler only the least time is known, so the price is a lower bound.
-            low, expected, high = (load.floor.seconds,) * 3 if load.time is None else load.time
-            dollars = CostRange(low=low, expected=expected, high=high).times(
-                cost.chips * price / 3600 / load.rows * 1e6
-            )
+            dollars = token_price(load, price)
             value = f"${spanned(dollars)}" if load.time is not None else f"at least ${three_digits(dollars.low)}"
-            reason = f"{count_text(load.rows, 'row')} decode at once, without a pause; prompts are not included"
-            yield CostRow(name=f"dollars, 10⁶ tokens{label}", value=value, reason=reason)
+            rows = count_text(load.rows, "row")
+            reason = f"{rows} decode at once, without a pause; prompts are not included"
+            yield CostRow(name=f"10⁶ tokens, {rows}{label}", value=value, reason=reason)
 
 
 def _start(verdict: Verdict, cost: JobCost) -> Iterator[CostRow]:
@@ -222,8 +222,8 @@ def _start(verdict: Verdict, cost: JobCost) -> Iterator[CostRow]:
     else:
         yield CostRow(name="first compilation", value="unknown", reason="nothing was compiled")
     if cost.loading is not None:
-        assert verdict.load is not None
-        most = max(verdict.load.bytes_by_host, default=0)
+        assert verdict.plan is not None
+        most = max(bytes_by_host(verdict.plan))
         reason = f"{gib(most)} a host at {_rate(verdict)}"
         yield CostRow(name="loading", value=duration(cost.loading), reason=reason)
 
@@ -350,6 +350,14 @@ def cost_values(verdict: Verdict) -> dict[str, Any] | None:
         "compile_seconds": _values(cost.compilation),
         "chip_hours": _values(cost.chip_hours),
         "dollars": {kind or "any": _values(cost.dollars(kind)) for kind in cost.prices if cost.total is not None},
+        "dollars_per_hour": {kind or "any": cost.chips * price for kind, price in cost.prices.items()},
+        "dollars_per_million_tokens": [
+            {
+                "rows": load.rows,
+                **{kind or "any": _values(token_price(load, price)) for kind, price in cost.prices.items()},
+            }
+            for load in (() if cost.training else _decode_loads(verdict))
+        ],
         "saves": None
         if saves is None
         else {
