@@ -166,7 +166,9 @@ def _planned(request: PlanRequest) -> int:
                 comparisons += _compared(one, entry_point, loaded, verdicts[-1], say)
             if request.search:
                 searches |= _searched(one, entry_point, loaded, verdicts[-1], say)
-    _report(request, verdicts, searches, comparisons, named=named, options=options if limited else None)
+    # With prices, several targets are compared by dollars, too.
+    priced = len(verdicts) > 1 and bool(options.price or options.chip_hour_price)
+    _report(request, verdicts, searches, comparisons, named=named, options=options if limited or priced else None)
     codes = {verdict.exit_code for verdict in verdicts if _name(verdict) in named}
     # The order of severity: a run that does not fit outweighs a crash, which outweighs bad input.
     return next((code for code in (DOES_NOT_FIT, COMPILER_CRASH, BAD_INPUT, NOT_DECIDED) if code in codes), OK)
@@ -333,7 +335,7 @@ def _report(
         searches: by target.
         comparisons: with full fine-tuning.
         named: the targets that the user named; the text has no details of the others.
-        options: with a deadline or a budget, for which pods are compared; None for none.
+        options: prices and limits by which pods are compared; None for no comparison.
     """
     from levanter.plan.pod_choice import choose_pods
     from levanter.plan.report import (
@@ -350,7 +352,7 @@ def _report(
     if options is not None:
         choice = choose_pods(verdicts, options)
         texts.append(choice_text(choice, options))
-        pages.append(("pods within deadline and budget", texts[-1]))
+        pages.append(("the pods by time and dollars", texts[-1]))
         document["choice"] = choice_values(choice)
     for compared in comparisons:
         texts.append(compared_text(compared))

@@ -22,7 +22,7 @@ from levanter.hardware import Accelerator
 from levanter.plan.decode_roofline import DecodeLoad
 from levanter.plan.load_budget import STORE_RATE
 from levanter.plan.verdict import ProgramVerdict, Verdict
-from levanter.runplan import OK, PlanOptions, RunPlan, TrainingJob
+from levanter.runplan import OK, PlanOptions, TrainingJob
 
 INTERRUPTIONS, INTERRUPTED_DEVICES, INTERRUPTED_DAYS = 419, 16_384, 54
 """Unexpected interruptions of one job in 54 days on 16,384 GPUs: Grattafiori et al., "The Llama 3 Herd of Models",
@@ -176,7 +176,7 @@ def job_cost(verdict: Verdict) -> JobCost | None:
     job, rate = plan.job, store_rate(options)
     work, unknown = _work(verdict)
     # All hosts read at the same time, so the one that reads most sets the time.
-    read = bytes_by_host(plan)
+    read = bytes_by_host(verdict)
     loading = _transfer(max(read), rate) if read else None
     compilation = _compilation(verdict)
     start = (loading or ZERO) + (compilation or ZERO)
@@ -205,10 +205,11 @@ def job_cost(verdict: Verdict) -> JobCost | None:
     )
 
 
-def bytes_by_host(plan: RunPlan) -> list[int]:
+def bytes_by_host(verdict: Verdict) -> list[int]:
     """Bytes of weights that each host reads before the first step, those of a second model included; empty for none."""
-    loads = [load.bytes_by_host for load in (plan.load, plan.second_load) if load is not None]
-    return [sum(parts) for parts in zip(*loads, strict=True)]
+    second = None if verdict.plan is None else verdict.plan.second_load
+    loads = [load.bytes_by_host for load in (verdict.load, second) if load is not None]
+    return [sum(reads) for reads in zip(*loads, strict=True)]
 
 
 def token_price(load: DecodeLoad, dollars: float) -> CostRange:
@@ -399,7 +400,7 @@ def _storage(verdict: Verdict, job: TrainingJob, interruptions: Interruptions | 
     # The last temporary checkpoints of a finished run are not deleted.
     kept = job.permanent_checkpoints + (job.temporary_checkpoints if job.save_seconds is not None else 0)
     tokens = sum(p.workload.tokens * (p.workload.executions or 0) for p in _trained(verdict) if p.workload is not None)
-    weights = 0 if verdict.plan is None else sum(bytes_by_host(verdict.plan))
+    weights = sum(bytes_by_host(verdict))
     again = (job.restored_host_bytes + job.reread_host_bytes) * hosts
     # A run without an end reads without an end; it has other problems than storage.
     restarts = 0.0 if interruptions is None or not math.isfinite(interruptions.count) else interruptions.count

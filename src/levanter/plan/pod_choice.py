@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from levanter.hardware import Accelerator, AcceleratorError, default_topologies, parse_accelerator
-from levanter.plan.job_cost import CostRange, job_cost
+from levanter.html.format import between
+from levanter.plan.decode_roofline import serving_report
+from levanter.plan.job_cost import CostRange, job_cost, token_price
 from levanter.plan.verdict import Verdict
 from levanter.runplan import OK, PlanOptions
 
@@ -130,6 +132,8 @@ def _offers(verdict: Verdict, options: PlanOptions) -> Iterator[Offer]:
         # Reasons in the order in which they exclude each other.
         if pod is None:
             reason = "not a pod"
+        elif prices := _token_prices(verdict):
+            reason = prices
         elif verdict.exit_code != OK or cost is None:
             reason = verdict.headline.splitlines()[0]
         else:
@@ -157,6 +161,20 @@ def _offers(verdict: Verdict, options: PlanOptions) -> Iterator[Offer]:
             compiled=bool(verdict.fits),
             reason="",
         )
+
+
+def _token_prices(verdict: Verdict) -> str:
+    """Dollars for a million tokens of a run without an end; empty for others, and without a price."""
+    cost, report = job_cost(verdict), serving_report(verdict)
+    if cost is None or cost.training or report is None or not report.loads:
+        return ""
+    load = report.loads[-1]
+    terms = []
+    for kind, price in cost.prices.items():
+        dollars = token_price(load, price)
+        amount = f"${between(dollars.low, dollars.high)}" if load.time is not None else f"at least ${dollars.low:.3g}"
+        terms.append(amount + (f" ({kind})" if kind else ""))
+    return f"{', '.join(terms)} for 10⁶ tokens, {load.rows:,} rows at once" if terms else ""
 
 
 def _meets(seconds: CostRange, dollars: CostRange | None, options: PlanOptions) -> Answer:

@@ -104,6 +104,8 @@ class Verdict:
         exit_code: of the process.
         headline: the verdict in one line.
         notes: remarks that are not the plan's own.
+        lower_bound: without a compiler, the bytes on a chip that the most demanding Program takes at least; None
+            where they were not counted.
         options: the block `plan:`: prices, rates and limits that only a person knows.
     """
 
@@ -117,6 +119,7 @@ class Verdict:
     exit_code: int
     headline: str
     notes: tuple[str, ...] = field(default=())
+    lower_bound: int | None = None
     options: PlanOptions = PlanOptions()
 
     @property

@@ -108,6 +108,14 @@ def test_a_budget_without_a_price_is_not_compared():
     assert "a budget needs prices" in choice_text(choice, options)
 
 
+def test_without_limits_pods_are_compared_all_the_same():
+    options = PlanOptions(price={"v6e": 2.0})
+    text = choice_text(choose_pods([job("v6e-8", 10, options), job("v6e-16", 6, options)], options), options)
+    assert text.startswith("the pods by time and dollars") and "within limits" not in text
+    assert "cheapest: v6e-8: 10.0 h, within 10.0–11.0 h, $160, within 160–176" in text
+    assert "fastest: v6e-16" in text
+
+
 def test_pods_that_do_not_work_are_listed_with_their_reason():
     options = PlanOptions(price={"v6e": 2.0}, deadline=timedelta(hours=1))
     choice = choose_pods([refused_verdict(), failed_verdict(), job("v6e-8", 10, options)], options)

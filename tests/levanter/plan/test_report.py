@@ -82,6 +82,18 @@ def test_bars_stand_where_the_bytes_are():
     assert len(bars["temporaries"].rstrip(" ┊")) == pytest.approx(used * width, abs=1)
 
 
+def test_a_comparison_marks_lower_bounds():
+    """Compiled bytes and bounds by arithmetic stand in one column: 11.50 GiB as compiled, at least 20 of the other."""
+    plain = fitting_verdict(programs=(ProgramVerdict(name="small", outcome=None),), headline="not compiled: 20 GiB")
+    plain = replace(plain, lower_bound=20 * GIB)
+    for page in (render([fitting_verdict(), plain]), to_html([fitting_verdict(), plain])):
+        assert "≥ 20.00" in page and "≥ 11.50" not in page and "11.50" in page
+    # Inputs alone are a bound, too.
+    assert view.known_text(replace(plain, lower_bound=None)) == "≥ 7.50"
+    assert "≥" not in render([fitting_verdict(), fitting_verdict()])
+    assert to_json([plain])["verdicts"][0]["lower_bound_bytes"] == 20 * GIB
+
+
 def test_a_refusal_shows_how_much_is_too_much():
     text = render([refused_verdict()])
     assert "DOES NOT FIT  36.93 GiB > 31.25 GiB (small)" in text

@@ -96,6 +96,7 @@ def _verdict(
         stages=tuple(inquiry.stages),
         exit_code=inquiry.exit_code,
         headline=headline,
+        lower_bound=None if inquiry.known is None else inquiry.known[1].total,
         options=inquiry.question.options,
         notes=() if plan is None else (*plan.notes, *filter(None, (dcn_gather_note(plan), gpu_note))),
     )

@@ -222,8 +222,7 @@ def _start(verdict: Verdict, cost: JobCost) -> Iterator[CostRow]:
     else:
         yield CostRow(name="first compilation", value="unknown", reason="nothing was compiled")
     if cost.loading is not None:
-        assert verdict.plan is not None
-        most = max(bytes_by_host(verdict.plan))
+        most = max(bytes_by_host(verdict))
         reason = f"{gib(most)} a host at {_rate(verdict)}"
         yield CostRow(name="loading", value=duration(cost.loading), reason=reason)
 
@@ -405,12 +404,13 @@ def choice_text(choice: PodChoice, options: PlanOptions) -> str:
             "–" if offer.seconds is None else duration(offer.seconds),
             "–" if offer.seconds is None else _number(offer.seconds.expected / 3600 * offer.chips),
             "unknown" if offer.dollars is None else f"${spanned(offer.dollars)}",
-            offer.meets if offer.seconds is not None else "–",
+            "" if not limits else offer.meets if offer.seconds is not None else "–",
         )
         for offer in choice.offers
     ]
-    lines = paragraph(f"pods within {' and '.join(limits)} ({view.MODELLED})", indent=0)
-    header = ("pod", "chips", "total time", "chip-hours", "dollars", "within")
+    title = f"pods within {' and '.join(limits)}" if limits else "the pods by time and dollars"
+    lines = paragraph(f"{title} ({view.MODELLED})", indent=0)
+    header = ("pod", "chips", "total time", "chip-hours", "dollars", "within limits" if limits else "")
     lines += table(rows, align=("left", "right", "left", "right", "left", "left"), header=header)
     for offer in choice.offers:
         if offer.reason:
@@ -418,15 +418,16 @@ def choice_text(choice: PodChoice, options: PlanOptions) -> str:
     lines += [line for sentence in _best(choice) for line in paragraph(sentence)]
     if any(offer.seconds is not None and not offer.compiled for offer in choice.offers):
         lines += paragraph("not compiled: times are estimates, and whether the run fits is not certain")
-    legend = "within: yes if the high value meets all limits, perhaps if the expected one does"
-    return "\n".join([*lines, *paragraph(legend)]) + "\n"
+    if limits:
+        lines += paragraph("within limits: yes if the high value meets all of them, perhaps if the expected one does")
+    return "\n".join(lines) + "\n"
 
 
 def _best(choice: PodChoice) -> Iterator[str]:
     if choice.fastest is None:
         if any(offer.meets == "unknown" and offer.seconds is not None for offer in choice.offers):
             yield "a budget needs prices: --price GENERATION=DOLLARS"
-        else:
+        elif any(offer.seconds is not None for offer in choice.offers):
             yield "none of these pods qualifies"
         return
     if choice.cheapest is None:

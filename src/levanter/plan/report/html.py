@@ -87,7 +87,7 @@ def _badge(verdict: Verdict) -> Html:
 def _comparison(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
     rows: list[list[Content]] = []
     for verdict, id_ in zip(verdicts, ids, strict=True):
-        program, most = view.main_program(verdict), view.most_bytes(verdict)
+        program, known = view.main_program(verdict), view.known_bytes(verdict)
         time = program.time if program is not None else None
         speed = timing.rate(verdict, program) if program is not None else None
         limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
@@ -95,7 +95,7 @@ def _comparison(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
             [
                 tag("a", verdict.target, href=f"#{id_}"),
                 f"{view.chips(verdict):,}" if view.chips(verdict) else "–",
-                (gib(most) if most is not None else "–") + (f" of {gib(limit)}" if limit is not None else ""),
+                _known(known) + (f" of {gib(limit)}" if limit is not None else ""),
                 _badge(verdict),
                 seconds_text(time.expected) if time is not None else "–",
                 span_text(time.low, time.high) if time is not None else "–",
@@ -111,6 +111,11 @@ def _comparison(verdicts: Sequence[Verdict], ids: Sequence[str]) -> Html:
     note = "Within: from everything overlapped to the schedule as compiled. MFU: attention over the causal half. "
     note += "Exposed: the share of a step that is communication not hidden by compute."
     return escaped([table(header, rows, numbers=(1, 2, 4, 5, 6, 7, 8)), tag("p", note, class_="soft")])
+
+
+def _known(known: tuple[int, bool] | None) -> str:
+    """Bytes of a chip, marked where they are only a lower bound."""
+    return "–" if known is None else ("≥ " if known[1] else "") + gib(known[0])
 
 
 def _share_or_dash(share: float | None) -> str:

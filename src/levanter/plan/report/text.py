@@ -58,7 +58,7 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
     align: tuple[Align, ...] = ("left", "right", "right", "right", "left", *numbers)
     rows = []
     for verdict in verdicts:
-        program, most = view.main_program(verdict), view.most_bytes(verdict)
+        program = view.main_program(verdict)
         time = program.time if program is not None else None
         speed = timing.rate(verdict, program) if program is not None else None
         limit = verdict.budget.hbm_bytes if verdict.budget is not None else None
@@ -66,7 +66,7 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
             (
                 verdict.target,
                 f"{view.chips(verdict):,}" if view.chips(verdict) else "–",
-                f"{most / (1 << 30):.2f}" if most is not None else "–",
+                view.known_text(verdict),
                 f"{limit / (1 << 30):.2f}" if limit is not None else "–",
                 view.state(verdict),
                 _step(time) if time is not None else "–",
@@ -85,6 +85,8 @@ def comparison(verdicts: Sequence[Verdict]) -> list[str]:
     lines += table(rows, align=align, header=header)
     legend = "within: from everything overlapped to only what the schedule hides; MFU: attention over the causal "
     legend += "half; exposed: the share of a step that is communication not hidden by compute"
+    if any(known[1] for verdict in verdicts if (known := view.known_bytes(verdict)) is not None):
+        legend += "; ≥: a lower bound by arithmetic, not compiled"
     return [*lines, "", *paragraph(legend)]
 
 

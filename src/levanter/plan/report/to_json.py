@@ -41,6 +41,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "mesh": None if plan is None else {"axes": dict(plan.mesh.axes), "dcn": list(plan.mesh.dcn)},
         "hbm_bytes": None if budget is None else budget.hbm_bytes,
         "peak_bytes": view.most_bytes(verdict),
+        "lower_bound_bytes": verdict.lower_bound,
         "main_program": None if main is None else main.name,
         "job_seconds": _range(view.job_seconds(verdict)),
         "stages": [

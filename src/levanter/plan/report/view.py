@@ -165,6 +165,22 @@ def most_bytes(verdict: Verdict) -> int | None:
     return max(known, default=None)
 
 
+def known_bytes(verdict: Verdict) -> tuple[int, bool] | None:
+    """Bytes on a chip, and whether they are only a lower bound because no compiler states more; None for no figure."""
+    most = most_bytes(verdict)
+    if most is None:
+        return None
+    compiled = any(program.outcome is not None for program in verdict.programs)
+    return (most, False) if compiled else (max(most, verdict.lower_bound or 0), True)
+
+
+def known_text(verdict: Verdict) -> str:
+    """Bytes on a chip in GiB: `24.64`, `≥ 24.64` for a lower bound, a dash for no figure."""
+    known = known_bytes(verdict)
+    # Figures of compiled targets and bounds of others stand in one column, and must not read alike.
+    return "–" if known is None else ("≥ " if known[1] else "") + f"{known[0] / (1 << 30):.2f}"
+
+
 def figures(program: ProgramVerdict) -> CompiledFigures | None:
     """The figures from the compiler's text of a Program; None without a text."""
     return program.outcome.figures if isinstance(program.outcome, Compiled) else None
