@@ -18,6 +18,8 @@ from levanter.runplan import RunPlan, Target
 
 SEED = 1952
 COUNT = 30
+LATER_SEED, LATER_COUNT = 77_301, 9
+"""Of steps that were drawn and compiled once the bound was done."""
 _LLAMA = {"type": "llama", "gradient_checkpointing": True}
 _QWEN = {"type": "qwen3", "vocab_size": 151_936, "gradient_checkpointing": True}
 _GEMMA = {"type": "gemma2", "vocab_size": 256_000, "gradient_checkpointing": True}
@@ -199,7 +201,8 @@ def steps_by_name() -> Mapping[str, DrawnStep]:
         for name, step in REFUSED.items()
         if name in FOLLOWED
     )
-    return {step.name: step for step in (*draw(), *followed)}
+    later = (replace(step, name=f"later_{step.name}") for step in draw(LATER_SEED, LATER_COUNT))
+    return {step.name: step for step in (*draw(), *later, *followed)}
 
 
 def described(payload: Mapping[str, Any], target: Target) -> RunPlan:
