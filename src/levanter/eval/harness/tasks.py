@@ -239,7 +239,7 @@ def task_code() -> Iterator[None]:
                 end_process(status)
             raise _TaskExit(f"os._exit({status})")
 
-        def refuse_exit(status: object = None) -> NoReturn:
+        def refuse_exit(status: str | int | None = None) -> NoReturn:
             if os.getpid() != process:
                 end(status)
             raise _TaskExit(f"sys.exit({'' if status is None else repr(status)})")
