@@ -19,7 +19,7 @@ $(BIN)/.core: pyproject.toml
 	@touch $@
 
 $(BIN)/.dev: pyproject.toml $(BIN)/.core
-	$(BIN)/python -m pip install -q -e '.[test,judges,clients,lint,plan,plan-gpu,tensorboard,serve]'
+	$(BIN)/python -m pip install -q -e '.[test,judges,clients,lint,plan,plan-gpu,tensorboard,serve,remote]'
 	@touch $@
 
 demo: $(BIN)/.core  ## score real text with a real model on 8 virtual CPU devices

@@ -14,6 +14,10 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Nor do `gs://` and `s3://` of a document ask a network: their client libraries are installed for tests of their own.
+os.environ["STORAGE_EMULATOR_HOST"] = os.environ["AWS_ENDPOINT_URL_S3"] = "http://127.0.0.1:1"
+os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # Servers of these tests are on this machine.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 

@@ -47,11 +47,17 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max(), rtol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "rank_pattern": {"down_proj": 2}}], ids=["plain", "rs"])
-@pytest.mark.parametrize("name", TARGETS)
+RANKS_BY_PATTERN = {"use_rslora": True, "rank_pattern": {"down_proj": 2}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(pytest.param(name, {}, id=f"{name}-plain") for name in TARGETS),
+        pytest.param("llama", RANKS_BY_PATTERN, id="llama-rs"),
+    ],
+)
 def test_files_of_peft_are_read_and_written_back(name, options, tmp_path):
-    if options and name != "llama":
-        pytest.skip("ranks by pattern: one family")
     theirs = make_checkpoint(name, tmp_path / "base")
     _, rules, model = loaded(tmp_path / "base")
     config = peft.LoraConfig(

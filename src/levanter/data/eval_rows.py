@@ -299,6 +299,8 @@ def _open_store(config: LmDataConfig, dataset: EvaluationSet, tokenizer: Tokeniz
     except (OSError, ValueError) as error:
         # Another model's store in the same folder, or storage that is out of reach: neither keeps the text from use.
         reason = "\n".join(str(error).splitlines()[:4]) if isinstance(error, StoreError) else str(error).splitlines()[0]
+        if isinstance(error, OSError) and error.strerror:
+            reason = f"{dataset.folder}: {error.strerror}"
         logger.info("%s: its token store is not used, the text is tokenized instead: %s", dataset.name, reason)
         return None
     logger.info("%s: read from the token store %s", dataset.name, dataset.folder)

@@ -20,6 +20,7 @@ from levanter.io.paths import join as join
 from levanter.io.paths import local_path as local_path
 from levanter.io.paths import open_read as open_read
 from levanter.io.paths import special_kind as special_kind
+from levanter.io.paths import store_error as store_error
 from levanter.io.progress import Progress as Progress
 from levanter.io.resumable import OtherRunError as OtherRunError
 from levanter.io.resumable import PartFolder as PartFolder

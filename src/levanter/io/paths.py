@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,6 +32,18 @@ _DESCRIPTOR = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self)/fd)/(\d+)")
 _LINKS = 40
 """The most symbolic links of one path that Linux follows."""
 PROBE_BYTES = 4096
+CONNECT_SECONDS = 5.0
+"""Seconds after which a store counts as unreachable."""
+_CONNECTED: set[tuple[str, int]] = set()
+"""The hosts and ports that this process has reached."""
+_LIBRARY_ERRORS = (
+    ("aiohttp", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+)
+"""The base classes of errors of the stores' client libraries; most are neither `OSError` nor `ValueError`."""
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "http": "aiohttp", "https": "aiohttp"}
 
 
@@ -82,27 +95,87 @@ def filesystem(path: str) -> tuple[Any, str]:
 
     if not is_remote(path):
         return fsspec.filesystem("file"), os.path.abspath(local_path(path))
+    scheme = path.split(":", 1)[0]
     try:
-        return fsspec.core.url_to_fs(path)
+        fs, name = fsspec.core.url_to_fs(path)
     except ImportError as error:
-        scheme = path.split(":", 1)[0]
         package = _PACKAGES.get(scheme)
         hint = f": pip install {package} (or 'levanter[remote]')" if package else f" ({error})"
         raise ValueError(f"{path}: {scheme}:// needs one more package{hint}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    if scheme in ("gs", "gcs"):
+        _check_connection(path, getattr(fs, "base", ""))
+    return fs, name
+
+
+def _check_connection(path: str, url: str) -> None:
+    """Connects to Google's store once a process, since its library would try for a minute at each call.
+
+    Raises:
+        UnreadableFileError: there is no connection.
+    """
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    parts = urlsplit(url)
+    host, port = parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)
+    # A proxy resolves names by itself.
+    if host is None or (host, port) in _CONNECTED or getproxies().keys() & {"http", "https", "all"}:
+        return
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UnreadableFileError(
+            f"{path}: there is no connection to {host}:{port} ({error.strerror or error})\n"
+            "  → check the network of this machine, or use local paths"
+        ) from error
+    _CONNECTED.add((host, port))
+
+
+def store_error(path: str, error: BaseException) -> UnreadableFileError | None:
+    """The error of a store's client library in our words; None for any other error.
+
+    Only libraries that are imported already are considered: one that is not has raised nothing.
+    """
+    kinds = (getattr(sys.modules[module], name) for module, name in _LIBRARY_ERRORS if module in sys.modules)
+    if not isinstance(error, tuple(kinds)):
+        return None
+    hint = ""
+    if re.search(r"credential|token|401|403|denied|forbidden", f"{type(error).__name__} {error}", re.IGNORECASE):
+        hint = "\n  → log in for this store on this machine (gcloud auth application-default login; aws configure)"
+    return UnreadableFileError(f"{path}: the store cannot be read ({str(error) or type(error).__name__}){hint}")
+
+
+@contextlib.contextmanager
+def _store_errors(path: str) -> Iterator[None]:
+    """Errors of a store's client library become `UnreadableFileError`, with the path."""
+    try:
+        yield
+    except Exception as error:
+        ours = isinstance(error, (MissingFileError, UnreadableFileError))
+        if ours or not is_remote(path) or (reworded := store_error(path, error)) is None:
+            raise
+        raise reworded from error
 
 
 def exists(path: str) -> bool:
-    """Whether a file or folder exists."""
+    """Whether a file or folder exists.
+
+    Raises:
+        UnreadableFileError: the store cannot be asked.
+    """
     fs, name = filesystem(path)
-    return fs.exists(name)
+    with _store_errors(path):
+        return fs.exists(name)
 
 
 def is_file(path: str) -> bool:
     """Whether a path is a file (not a folder)."""
     fs, name = filesystem(path)
-    return fs.isfile(name)
+    with _store_errors(path):
+        return fs.isfile(name)
 
 
 def file_size(path: str) -> int:
@@ -113,7 +186,8 @@ def file_size(path: str) -> int:
     """
     fs, name = filesystem(path)
     try:
-        return int(fs.size(name) or 0)
+        with _store_errors(path):
+            return int(fs.size(name) or 0)
     except FileNotFoundError as error:
         raise missing_file(path) from error
 
@@ -185,9 +259,12 @@ def open_read(path: str, *, once: bool = False) -> IO[bytes]:
     if not once and (problem := _special_problem(path)) is not None:
         raise UnreadableFileError(problem)
     try:
-        return fs.open(name, "rb")
+        with _store_errors(path):
+            return fs.open(name, "rb")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise missing_file(path) from error
+    except UnreadableFileError:
+        raise
     except OSError as error:
         raise UnreadableFileError(f"{path}: cannot be opened ({error.strerror or error})") from error
 
@@ -206,7 +283,8 @@ def expand(patterns: str | Iterable[str]) -> list[str]:
     for pattern in [patterns] if isinstance(patterns, str) else list(patterns):
         for path in list(expand_braces(pattern)):
             try:
-                files += _match(path)
+                with _store_errors(path):
+                    files += _match(path)
             except MissingFileError as error:
                 problems.append(str(error))
     if problems:
@@ -255,7 +333,16 @@ def expand_braces(pattern: str) -> Iterator[str]:
 
 
 def missing_file(path: str) -> MissingFileError:
-    """The error for a file that does not exist, with the nearest names in its folder."""
+    """The error for a file that does not exist, with the nearest names in its folder.
+
+    Raises:
+        UnreadableFileError: the store cannot be asked.
+    """
+    with _store_errors(path):
+        return _missing_file(path)
+
+
+def _missing_file(path: str) -> MissingFileError:
     fs, name = filesystem(path)
     folder, _, base = name.rstrip("/").rpartition("/")
     if fs.isdir(name):

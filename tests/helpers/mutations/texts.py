@@ -27,16 +27,17 @@ def text(dice: random.Random, here: Path) -> Case:
 def files(dice: random.Random, here: Path) -> Case:
     content = (here / "text.jsonl").read_bytes()
     packed = gzip.compress(content)
+    # What a file is compressed with is seen in its first bytes, whatever its name says.
     name, content, says = dice.choice([
-        ("text.jsonl.gz", packed[: dice.randrange(1, len(packed))], "gz"), ("text.jsonl.zst", packed, "zst"),
+        ("text.jsonl.gz", packed[: dice.randrange(1, len(packed))], "gz"), ("text.jsonl.zst", packed, None),
         ("text.parquet", content, "parquet"), ("text.parquet", b"PAR1" + content + b"PAR1", "parquet"),
-        ("text.exe", content, "text.exe"), ("text.json", content, "text.json"), ("a{0..99999999999}.txt", b"", "bound"),
-        ("missing/*.txt", b"", "missing"), ("a{b", b"", "braces"), ("text.jsonl.gz", content, "gz"),
+        ("text.exe", content, "text.exe"), ("text.json", content, "text.json"), ("a{0..99999999999}.txt", b"", "limit"),
+        ("missing/*.txt", b"", "missing"), ("a{b", b"", "braces"), ("text.jsonl.gz", content, None),
     ])  # fmt: skip
     if "/" not in name and "{" not in name:
         (here / name).write_bytes(content)
     (here / "eval.yaml").write_text(EVALUATE.format(here=here, text=name))
-    return evaluation(here, f"text file {name}", REFUSED, says)
+    return evaluation(here, f"text file {name}", (0,) if says is None else REFUSED, says or "")
 
 
 def path_of(dice: random.Random, here: Path) -> Case:

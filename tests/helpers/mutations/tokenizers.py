@@ -2,8 +2,10 @@
 
 import json
 import random
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from helpers.mutations.cases import MAY_PASS, Case, evaluation, reading_faults
 
@@ -43,7 +45,7 @@ def judge_tokenizers(seed: int, here: Path) -> list[str]:
 
 def _damage(dice: random.Random, folder: Path) -> str:
     """Damages one of the files of a folder; returns what was done."""
-    from helpers.drawn_requests import places, senseless
+    from helpers.drawn_requests import senseless
 
     path = dice.choice(sorted(path for path in folder.iterdir() if path.stat().st_size))
     content = bytearray(path.read_bytes())
@@ -57,9 +59,7 @@ def _damage(dice: random.Random, folder: Path) -> str:
     elif how == "byte":
         content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
     else:
-        spots = [(container, key) for container, key in places(document) if len(str(container)) < 20_000] or [
-            (document, key) for key in document
-        ]
+        spots = list(_places_to_damage(document)) or [(document, key) for key in document]
         container, key = dice.choice(spots)
         how = f"{how} of {key!r:.40}"
         if how.startswith("name") and isinstance(container, dict):
@@ -72,6 +72,19 @@ def _damage(dice: random.Random, folder: Path) -> str:
         content = bytearray(json.dumps(document).encode())
     path.write_bytes(bytes(content))
     return f"{path.name}: {how}"
+
+
+def _places_to_damage(document: object) -> Iterator[tuple[Any, Any]]:
+    """The (container, key) of a JSON document, without those of vocabularies and merges."""
+    from helpers.drawn_requests import places
+
+    # One text for each container: a damaged document may hold a list of many thousands.
+    lengths: dict[int, int] = {}
+    for container, key in places(document):
+        if id(container) not in lengths:
+            lengths[id(container)] = len(str(container))
+        if lengths[id(container)] < 20_000:
+            yield container, key
 
 
 def _use(dice: random.Random, folder: Path) -> None:

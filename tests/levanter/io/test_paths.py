@@ -1,12 +1,23 @@
 """Paths: braces, wildcards, remote file systems, and what is said when a file is not there."""
 
+import socket
+import sys
+import types
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from levanter.io import MissingFileError, UnreadableFileError, exists, expand, file_size, join, open_read
-from levanter.io.paths import base_name, cache_folder, expand_braces, filesystem, is_remote
+from levanter.io.paths import (
+    base_name,
+    cache_folder,
+    expand_braces,
+    filesystem,
+    is_remote,
+    missing_file,
+    store_error,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -119,6 +130,49 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
     with pytest.raises(ValueError, match=r"s3://b/x: s3:// needs one more package: pip install s3fs"):
         open_read("s3://b/x")
+
+
+class ClientError(Exception):
+    """Stands for the errors of the stores' client libraries, which are neither `OSError` nor `ValueError`."""
+
+
+class Unauthorized(fsspec.AbstractFileSystem):
+    """A store that refuses everything."""
+
+    protocol = "refusing"
+
+    def info(self, path, **kwargs):
+        raise ClientError("Unable to locate credentials")
+
+    ls = exists = isdir = _open = info
+
+
+def test_errors_of_a_client_library_name_the_path(monkeypatch):
+    """A run ended with a traceback where s3fs had no credentials."""
+    library = types.ModuleType("botocore.exceptions")
+    library.BotoCoreError = library.ClientError = ClientError
+    monkeypatch.setitem(sys.modules, "botocore.exceptions", library)
+    fsspec.register_implementation("refusing", Unauthorized, clobber=True)
+    path = "refusing://bucket/a.txt"
+    for call in (exists, file_size, open_read, expand, missing_file):
+        with pytest.raises(
+            UnreadableFileError, match=r"bucket/a\.txt: the store cannot be read \(Unable.*\n  → log in"
+        ):
+            call(path)
+    assert store_error(path, RuntimeError("credentials")) is None
+
+
+def test_a_store_without_a_connection_is_refused_at_once(monkeypatch):
+    """Google's library tries again for a minute, at each call."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    fs = types.SimpleNamespace(base=f"http://127.0.0.1:{port}/storage/v1/")
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda path: (fs, "b/x"))
+    with pytest.raises(UnreadableFileError, match=rf"gs://b/x: there is no connection to 127.0.0.1:{port}"):
+        exists("gs://b/x")
+    # A proxy may know a name that this machine does not.
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    assert filesystem("gs://b/x") == (fs, "b/x")
 
 
 def test_join():

@@ -23,7 +23,7 @@ from levanter.commands.cli.lifecycle import (
 from levanter.commands.cli.signals import Interrupts, interrupts_retained
 from levanter.config import HelpRequested, arguments_for, load_written
 from levanter.distributed.barrier import current_peers
-from levanter.io import OutputError, output_is_lost, prepare_streams, setup_logging
+from levanter.io import OutputError, output_is_lost, prepare_streams, setup_logging, store_error
 from levanter.io.stdout import for_errors, printable
 from levanter.io.write_errors import NO_SPACE, output_error
 
@@ -87,6 +87,9 @@ def shell(run: Callable[[], int | None]) -> int:
             # Exit code 3, as for a plan that does not fit.
             error = DoesNotFitError(f"it does not fit in this machine's memory: {str(error) or 'allocation failed'}")
             error.__cause__ = sys.exc_info()[1]
+        elif reworded := store_error("a remote path", error):
+            # Where a path is opened, its name is in the message already.
+            error = reworded
         elif not (isinstance(error, (ValueError, OSError)) and is_user_error(error)):
             # A bug of ours: Python prints the traceback and exits with code 1.
             if current_peers() is None:

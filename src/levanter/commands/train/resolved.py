@@ -146,6 +146,9 @@ def resolve_base(config: TrainLmConfig, written: ExplicitKeys) -> ModelSource | 
         return None
     replaces = config.takes_architecture
     block = ModelBlock.of(config.model, written)
+    if replaces and "model" not in written:
+        # The default of the key, which nobody has set.
+        block = None
     # Where the checkpoint's architecture is used, so are its rotary embeddings, and the block cannot stretch them.
     stage = (
         None
@@ -161,7 +164,9 @@ def resolve_base(config: TrainLmConfig, written: ExplicitKeys) -> ModelSource | 
     if stage is not None:
         origin = stage.origin(config.pretrained)
     else:
-        origin = resolve_source(config.pretrained, block, block_is_whole=not replaces, block_yields=replaces)
+        # Only upstream's key makes the block give way with a note; otherwise what it sets has to be the checkpoint's.
+        yields = "use_hf_model_config" in written
+        origin = resolve_source(config.pretrained, block, block_is_whole=not replaces, block_yields=yields)
         origin = replace(origin, checks=(*origin.checks, *context_checks(origin, config.positions)))
     # Adapters leave the weights as they are, so a base of 8-bit integers is acceptable for them only.
     return origin if config.lora is not None else replace(origin, checks=(*origin.checks, *_integers(origin)))

@@ -36,9 +36,23 @@ def open_hub(repo_id: str, revision: str | None) -> Repository:
         UnreachableError: neither the Hub nor a cached snapshot is available.
     """
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils import validate_repo_id
 
     name = f"{repo_id}@{revision}" if revision else repo_id
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise MissingCheckpointFileError(
+            name,
+            "it cannot be the name of a repository of the Hub: 96 characters at most, of letters, digits, -, _ and .",
+            suggestion="a local folder is written ./name",
+        ) from error
     # The client would refuse every request; the cache is read directly, so that the message names the variable.
     if constants.HF_HUB_OFFLINE:
         return _cached(repo_id, revision, name, "HF_HUB_OFFLINE is set")

@@ -177,11 +177,17 @@ def test_an_export_that_is_there(place, capsys):
     assert "hf/run" in error and "exports of another run" in error
 
 
-def test_an_export_that_is_there_behind_a_url(place, capsys):
+def test_an_export_that_is_there_behind_a_url(place, capsys, monkeypatch):
     url = f"memory://{place.folder.name}/hf"
     fs, root = filesystem(f"{url}/run")
     fs.pipe_file(f"{root}/step-2/config.json", b"{}")
     assert f"{url}/run: contains exports of another run" in place.refused(capsys, hf_save_path=url)
+
+    def refuse(path):
+        raise ImportError("Install s3fs to access S3")
+
+    # The package may be installed.
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
     assert "s3:// needs one more package: pip install s3fs" in place.refused(capsys, hf_save_path="s3://bucket/hf")
 
 

@@ -167,6 +167,15 @@ def test_what_is_not_on_the_hub(hub, library):
 
 
 @pytest.mark.parametrize("offline", [True, False])
+@pytest.mark.parametrize("name", ["a" * 97, "org--name/tiny", "org/tiny.git"])
+def test_what_cannot_be_a_name_of_the_hub(library, name, offline):
+    """The client's own error was a traceback."""
+    library(NOWHERE, offline=offline)
+    with pytest.raises(MissingCheckpointFileError, match="it cannot be the name of a repository of the Hub"):
+        open_checkpoint(name)
+
+
+@pytest.mark.parametrize("offline", [True, False])
 def test_without_a_network_and_a_cache(library, offline):
     library(NOWHERE, offline=offline)
     with pytest.raises(UnreachableError) as caught:
