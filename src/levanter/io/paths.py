@@ -119,8 +119,8 @@ def _check_connection(path: str, url: str) -> None:
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 
-    parts = urlsplit(url)
-    host, port = parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)
+    address = urlsplit(url)
+    host, port = address.hostname, address.port or (80 if address.scheme == "http" else 443)
     # A proxy resolves names by itself.
     if host is None or (host, port) in _CONNECTED or getproxies().keys() & {"http", "https", "all"}:
         return
@@ -153,9 +153,10 @@ def _store_errors(path: str) -> Iterator[None]:
     """Errors of a store's client library become `UnreadableFileError`, with the path."""
     try:
         yield
+    except (MissingFileError, UnreadableFileError):
+        raise
     except Exception as error:
-        ours = isinstance(error, (MissingFileError, UnreadableFileError))
-        if ours or not is_remote(path) or (reworded := store_error(path, error)) is None:
+        if not is_remote(path) or (reworded := store_error(path, error)) is None:
             raise
         raise reworded from error
 
