@@ -107,7 +107,7 @@ def _planned(request: PlanRequest) -> int:
             loaded = load_written(request.entry_point.config_class(), list(request.argv), program=program)
         except ConfigError as error:
             raise ConfigError(map(suggest_plan_option, error.problems)) from error
-        check_prices(loaded.config.plan)
+        check_prices(loaded.config.plan, targets)
         # Only now, after the configuration was parsed: importing the entry point takes seconds.
         entry_point = request.entry_point.load()
         import jax
@@ -295,8 +295,8 @@ def _checked(targets: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_prices(options: PlanOptions) -> None:
-    """Refuses prices of unknown generations and kinds.
+def check_prices(options: PlanOptions, targets: Sequence[str]) -> None:
+    """Refuses prices of unknown generations and kinds, and of the devices of this machine.
 
     Raises:
         PlanUsageError: lists all of them, with the nearest known name.
@@ -306,6 +306,9 @@ def check_prices(options: PlanOptions) -> None:
     # Users write `v5e` as well as `v5litepod`.
     names = [name for generation in GENERATIONS for name in (generation.name, *generation.aliases)]
     problems = []
+    # Beside other targets the price is theirs; alone it would mean nothing.
+    if tuple(targets) == (LOCAL,) and (options.price or options.chip_hour_price is not None):
+        problems.append("--price: `local` is not rented by the hour: name a target such as v5p-8")
     for key in options.price:
         name, colon, kind = key.partition(":")
         if name not in names:

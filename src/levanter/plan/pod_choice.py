@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from levanter.hardware import Accelerator, AcceleratorError, default_topologies, parse_accelerator
+from levanter.hardware import Accelerator, AcceleratorError, default_topologies, parse_accelerator, unit_name
 from levanter.html.format import between
 from levanter.plan.decode_roofline import serving_report
 from levanter.plan.job_cost import CostRange, job_cost, token_price
@@ -57,12 +57,14 @@ class PodChoice:
         cheapest: by expected dollars, or chip-hours of one generation without prices; None if no offer qualifies.
         fastest: by expected time; None if no offer qualifies.
         by: what `cheapest` compares; None where offers cannot be compared.
+        unit: what is rented by the hour: `chip`, `GPU`, or `device` for a mixture.
     """
 
     offers: tuple[Offer, ...]
     cheapest: Offer | None
     fastest: Offer | None
     by: Literal["dollars", "chip-hours"] | None
+    unit: str
 
 
 def pods_of_kind(pod: Accelerator) -> Iterator[Accelerator]:
@@ -98,11 +100,13 @@ def choose_pods(verdicts: Sequence[Verdict], options: PlanOptions) -> PodChoice:
     # Offers that meet the limits for certain come before those that perhaps do.
     certain = [offer for offer in usable if offer.meets == "yes"] or usable
     by = _compared_by(certain, verdicts)
+    platforms = {verdict.accelerator.generation.platform for verdict in verdicts if verdict.accelerator is not None}
     return PodChoice(
         offers=offers,
         cheapest=min(certain, key=_price, default=None) if by is not None else None,
         fastest=min(certain, key=lambda offer: (_expected(offer.seconds), _price(offer)), default=None),
         by=by,
+        unit=unit_name(platforms.pop() if len(platforms) == 1 else ""),
     )
 
 

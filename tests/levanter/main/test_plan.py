@@ -308,6 +308,7 @@ def test_prices_and_limits_that_make_no_sense_are_refused(words, message, capsys
             "serve has no end; --price D gives dollars for an hour",
         ),
         ("train_lm --target local --deadline 7d", "`local` is none: name a target such as v5p-8"),
+        ("train_lm --target local --price 3", "`local` is not rented by the hour"),
     ],
 )
 def test_limits_of_what_has_no_end_or_is_no_pod_are_refused(words, message, capsys):

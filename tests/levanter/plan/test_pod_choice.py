@@ -116,6 +116,14 @@ def test_without_limits_pods_are_compared_all_the_same():
     assert "fastest: v6e-16" in text
 
 
+def test_gpus_are_called_so():
+    options = PlanOptions(deadline=timedelta(hours=20))
+    gpus, both = [job("h100x8", 10, options)], [job("h100x8", 10, options), job("v6e-8", 10, options)]
+    text = choice_text(choose_pods(gpus, options), options)
+    assert "GPU-hours" in text and "chip" not in text
+    assert "device-hours" in choice_text(choose_pods(both, options), options)
+
+
 def test_pods_that_do_not_work_are_listed_with_their_reason():
     options = PlanOptions(price={"v6e": 2.0}, deadline=timedelta(hours=1))
     choice = choose_pods([refused_verdict(), failed_verdict(), job("v6e-8", 10, options)], options)

@@ -102,6 +102,8 @@ def test_every_figure_of_the_terminal_is_on_the_page():
         "modelled, not measured",
         "reduce-scatter",
         "6,400 windows of the book",
+        "Before you pay",
+        "no price is known: --price v4=DOLLARS",
         "nothing was said of `data`",
     ):
         assert words in shown

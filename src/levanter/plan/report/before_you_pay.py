@@ -92,12 +92,6 @@ def cost_lines(verdict: Verdict) -> list[str]:
     return lines
 
 
-def unit_word(verdict: Verdict) -> str:
-    """What is rented by the hour: `GPU` or `chip`."""
-    pod = verdict.accelerator
-    return "GPU" if pod is not None and pod.generation.platform == "gpu" else "chip"
-
-
 def spanned(span: CostRange, unit: str = "") -> str:
     """`1.23, within 1.10–1.50` of a unit."""
     within = f", within {_between(span)}" if three_digits(span.low) != _number(span.high) else ""
@@ -131,7 +125,7 @@ def _between(span: CostRange) -> str:
 
 
 def _time_and_money(verdict: Verdict, cost: JobCost) -> Iterator[CostRow]:
-    unit = unit_word(verdict)
+    unit = view.counted(verdict)
     if cost.total is None or cost.work is None:
         missing = ", ".join(cost.unknown)
         why = f"the number of executions of {missing} is unknown" if missing else "no step time is modelled"
@@ -167,7 +161,7 @@ def _left_out(verdict: Verdict, cost: JobCost) -> Iterator[str]:
 
 
 def _prices(verdict: Verdict, cost: JobCost) -> Iterator[CostRow]:
-    unit, pod = unit_word(verdict), verdict.accelerator
+    unit, pod = view.counted(verdict), verdict.accelerator
     assert pod is not None
     if not cost.prices:
         hint = f"no price is known: --price {_short(verdict)}=DOLLARS, for a {unit}-hour"
@@ -196,7 +190,7 @@ def _decode_loads(verdict: Verdict) -> tuple[DecodeLoad, ...]:
 
 def _serving(verdict: Verdict, cost: JobCost, loads: tuple[DecodeLoad, ...]) -> Iterator[CostRow]:
     """Runs that generate text have no end: dollars for an hour and for a million tokens."""
-    unit = unit_word(verdict)
+    unit = view.counted(verdict)
     if not cost.prices:
         hint = f"no price is known: --price {_short(verdict)}=DOLLARS, for a {unit}-hour"
         yield CostRow(name="dollars", value="unknown", reason=hint)
@@ -255,7 +249,7 @@ def _checkpoints(verdict: Verdict, saves: Saves) -> Iterator[CostRow]:
         return
     link = pod.generation.host_link_bandwidth
     assert link is not None
-    speed = f"{three_digits(link / GB)} GB/s for each {unit_word(verdict)}"
+    speed = f"{three_digits(link / GB)} GB/s for each {view.counted(verdict)}"
     reason = f"the copy to the host at {speed}, at worst {100 * LINK_SHARE:g} % of that"
     reason += "; then what is left of the write before"
     yield CostRow(name="a save blocks", value=duration(saves.blocked), reason=reason)
@@ -268,7 +262,7 @@ def _interruptions(verdict: Verdict, cost: JobCost, stops: Interruptions) -> Ite
     per_day = three_digits(stops.per_day)
     if stops.assumed:
         source = f"{INTERRUPTIONS} in {INTERRUPTED_DAYS} days on {INTERRUPTED_DEVICES:,} GPUs (Llama 3), scaled to "
-        source += f"{count_text(cost.chips, unit_word(verdict))}; set --interruptions_per_day"
+        source += f"{count_text(cost.chips, view.counted(verdict))}; set --interruptions_per_day"
     else:
         source = "your rate"
     count = f"{_number(stops.count)} in the whole run"
@@ -410,7 +404,14 @@ def choice_text(choice: PodChoice, options: PlanOptions) -> str:
     ]
     title = f"pods within {' and '.join(limits)}" if limits else "the pods by time and dollars"
     lines = paragraph(f"{title} ({view.MODELLED})", indent=0)
-    header = ("pod", "chips", "total time", "chip-hours", "dollars", "within limits" if limits else "")
+    header = (
+        "pod",
+        f"{choice.unit}s",
+        "total time",
+        f"{choice.unit}-hours",
+        "dollars",
+        "within limits" if limits else "",
+    )
     lines += table(rows, align=("left", "right", "left", "right", "left", "left"), header=header)
     for offer in choice.offers:
         if offer.reason:
@@ -434,7 +435,7 @@ def _best(choice: PodChoice) -> Iterator[str]:
         yield "cheapest: unknown, because prices are (--price GENERATION=DOLLARS)"
     else:
         yield f"cheapest: {_offered(choice.cheapest)}" + (
-            "; no price is known: by chip-hours" if choice.by == "chip-hours" else ""
+            f"; no price is known: by {choice.unit}-hours" if choice.by == "chip-hours" else ""
         )
     yield f"fastest: {_offered(choice.fastest)}"
 
