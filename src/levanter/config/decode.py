@@ -363,6 +363,8 @@ class Decoder:
         codec = draccus.decode.dispatch(annotation) if isinstance(annotation, type) else None  # type: ignore[attr-defined]
         if codec is None or annotation in (bool, int, float, str, Path, timedelta):
             hint = "; quote it if you mean text" if annotation is str and isinstance(node, Scalar) else ""
+            if annotation is Path and isinstance(node, Scalar) and "://" in node.text:
+                hint = "; a path of this machine, not a URL"
             return self.expected(annotation, node, path, hint)
         try:
             return draccus.decode(annotation, to_plain(node))
@@ -383,8 +385,9 @@ def _scalar_value(node: Node, annotation: Annotation) -> object:
     if annotation is str:
         return INVALID if value is None or isinstance(value, bool) else text
     if annotation is Path:
-        # An empty path would be the working folder.
-        return INVALID if value is None or isinstance(value, bool) or not text.strip() else Path(text)
+        # An empty path would be the working folder, and a URL a folder `gs:` in it.
+        refused = value is None or isinstance(value, bool) or not text.strip() or "://" in text
+        return INVALID if refused else Path(text)
     if annotation is bool:
         # `"yes"` in quotes is text, as in YAML.
         return _BOOLS.get(text.lower(), INVALID) if node.plain else INVALID

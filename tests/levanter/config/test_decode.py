@@ -218,6 +218,10 @@ def test_draccus_decodes_the_dump_of_a_registry_config_alike():
         ("rate: fast", 'run.yaml:1: rate: expected a number, got "fast"'),
         ("name: true", "run.yaml:1: name: expected text, got true (true or false); quote it if you mean text"),
         ("name: {a: 1}", "run.yaml:1: name: expected text, got a mapping"),
+        (
+            "path: gs://bucket/logs",
+            'run.yaml:1: path: expected a path, got "gs://bucket/logs"; a path of this machine, not a URL',
+        ),
         ("maybe: x", 'run.yaml:1: maybe: expected an integer or null, got "x"'),
         ("every: 10x", 'run.yaml:1: every: expected a duration such as 15m or null, got "10x"'),
         ("every: 15", "run.yaml:1: every: expected a duration such as 15m or null, got 15 (an integer)"),
