@@ -65,10 +65,10 @@ NEWEST := $(VENV)-newest
 $(NEWEST)/.core: pyproject.toml
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install -q -U pip
-	$(NEWEST)/bin/python -m pip install -q -e '.[test-core,plan,tensorboard,serve,harness]'
+	$(NEWEST)/bin/python -m pip install -q -e '.[test-core,plan,plan-gpu,tensorboard,serve,harness]'
 	@touch $@
 
-test-newest: $(BIN)/.dev  ## the newest Python and JAX: `quick`, transformers' results, a plan, the demo (<= 8 minutes)
+test-newest: $(BIN)/.dev  ## the newest Python and JAX: `quick`, transformers' results, plans, the demo (<= 9 minutes)
 ifeq ($(NEWEST_PYTHON),)
 	@echo "SKIPPED test-newest: no Python 3.12 or 3.13 is installed"
 else
@@ -79,7 +79,7 @@ else
 	REFERENCES=$$references $(NEWEST)/bin/python -m pytest -q -n $(JOBS) -m 'not slow' tests/parity/check_references.py && \
 	rm -r $$references
 	$(NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -m 'quick and not slow' $(QUICK)
-	JAX_PLATFORMS=cpu $(NEWEST)/bin/python -m levanter.main.plan train_lm --config_path config/train/llama_100m_v6e-8.yaml --target v6e-8
+	JAX_PLATFORMS=cpu $(NEWEST)/bin/python -m levanter.main.plan train_lm --config_path config/train/llama_100m_v6e-8.yaml --target v6e-8,h100x8
 	$(CPU8) $(NEWEST)/bin/python -m levanter.main.eval_lm --config_path config/eval/demo.yaml
 endif
 
