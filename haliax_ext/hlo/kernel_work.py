@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from haliax_ext.hlo.memory import hbm_traffic
+from haliax_ext.hlo.memory import fusion_of, hbm_traffic
 from haliax_ext.hlo.parser import Computation, Instruction, Module, Shape
 
 WorkKind = Literal["matmul", "attention", "memory"]
@@ -113,8 +113,8 @@ def _dots(module: Module, computation: Computation, instruction: Instruction) ->
     """The products that an instruction makes, those inside of fusions included."""
     if instruction.opcode in ("dot", "convolution"):
         yield _dot(computation, instruction)
-    elif instruction.opcode == "fusion":
-        inner = module.computations.get(instruction.attribute("calls") or "")
+    elif (fusion := fusion_of(computation, instruction)) is not None:
+        inner = module.computations.get(fusion.attribute("calls") or "")
         # Fusions of matmuls nest: the tiles of an operand are a fusion inside of the fusion.
         if inner is not None:
             for fused in inner.instructions:

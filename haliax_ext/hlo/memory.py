@@ -80,11 +80,14 @@ def hbm_traffic(module: "Module", computation: "Computation", instruction: "Inst
     counts where the copy ends.
     """
     opcode, operands = instruction.opcode, instruction.operands
-    if opcode == "fusion":
-        inner = module.computations.get(instruction.attribute("calls") or "")
+    if (fusion := fusion_of(computation, instruction)) is not None:
+        inner = module.computations.get(fusion.attribute("calls") or "")
         if inner is None:
             return _whole(computation, instruction)
-        return _operands_read(module, computation, instruction, inner) + _fusion_written(module, inner, instruction)
+        # The start of an asynchronous fusion has its operands, and its end has its results.
+        return _operands_read(module, computation, fusion, inner) + _fusion_written(module, inner, instruction)
+    if opcode == "fusion-start":
+        return 0
     if opcode in _ASYNC_COPIES:
         return _copied(computation, instruction)
     if opcode in _IN_PLACE:
@@ -96,6 +99,16 @@ def hbm_traffic(module: "Module", computation: "Computation", instruction: "Inst
         read_bytes = sum(shape.nbytes for shape in instruction.shapes) if _hbm(source.shapes) else 0
         return read_bytes + _hbm(instruction.shapes)
     return _whole(computation, instruction)
+
+
+def fusion_of(computation: "Computation", instruction: "Instruction") -> "Instruction | None":
+    """The instruction with the operands of the fusion that an instruction executes or ends; None for others.
+
+    Compilers for GPUs start some fusions beside other work (`fusion-start`); they count where they end (`fusion-done`).
+    """
+    if instruction.opcode == "fusion-done":
+        return computation.by_name.get(instruction.operands[0])
+    return instruction if instruction.opcode == "fusion" else None
 
 
 def _whole(computation: "Computation", instruction: "Instruction") -> int:
