@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from haliax_ext.hlo.memory import fusion_of, hbm_traffic
+from haliax_ext.hlo.memory import executed_fusion, hbm_traffic
 from haliax_ext.hlo.parser import Computation, Instruction, Module, Shape
 
 WorkKind = Literal["matmul", "attention", "memory"]
@@ -113,7 +113,7 @@ def _dots(module: Module, computation: Computation, instruction: Instruction) ->
     """The products that an instruction makes, those inside of fusions included."""
     if instruction.opcode in ("dot", "convolution"):
         yield _dot(computation, instruction)
-    elif (fusion := fusion_of(computation, instruction)) is not None:
+    elif (fusion := executed_fusion(computation, instruction)) is not None:
         inner = module.computations.get(fusion.attribute("calls") or "")
         # Fusions of matmuls nest: the tiles of an operand are a fusion inside of the fusion.
         if inner is not None:

@@ -80,7 +80,7 @@ def hbm_traffic(module: "Module", computation: "Computation", instruction: "Inst
     counts where the copy ends.
     """
     opcode, operands = instruction.opcode, instruction.operands
-    if (fusion := fusion_of(computation, instruction)) is not None:
+    if (fusion := executed_fusion(computation, instruction)) is not None:
         inner = module.computations.get(fusion.attribute("calls") or "")
         if inner is None:
             return _whole(computation, instruction)
@@ -101,7 +101,7 @@ def hbm_traffic(module: "Module", computation: "Computation", instruction: "Inst
     return _whole(computation, instruction)
 
 
-def fusion_of(computation: "Computation", instruction: "Instruction") -> "Instruction | None":
+def executed_fusion(computation: "Computation", instruction: "Instruction") -> "Instruction | None":
     """The instruction with the operands of the fusion that an instruction executes or ends; None for others.
 
     Compilers for GPUs start some fusions beside other work (`fusion-start`); they count where they end (`fusion-done`).
