@@ -3,12 +3,13 @@
 Figures are *spans*: a low, an expected and a high value. The time of the work is that of the Programs; this module adds
 what happens around them:
 
-    total = start + (work + saves · blocked) / (1 − rate · (lost + restart)) + last save
+    total = start + (work + saves · blocked) / (1 − rate · (lost + again)) · (1 + rate · wait) + last save
 
 *start* is reading the weights and compiling every Program once. *blocked* is the time for which the loop waits in one
 save: the copy to the host, and the rest of the write before it, if that takes longer than the time between two saves.
-*lost* is the work since the last checkpoint: half of the time between two saves, all of it in the high value. *restart*
-is waiting for the pod, compiling, and reading the checkpoint. In the low value nothing interrupts the run.
+*lost* is the work since the last checkpoint: half of the time between two saves, all of it in the high value.
+*again* is compiling and reading the checkpoint, *wait* the time until the pod is back, in which nothing can be
+interrupted; together they are a restart. In the low value nothing interrupts the run.
 
 What a person has to tell is in `PlanOptions`. Prices have no default: without one, there are no dollars. The rates that
 are assumed otherwise are below, with their sources.
@@ -292,10 +293,11 @@ def _saves(job: TrainingJob, pod: Accelerator, work: CostRange | None, rate: Cos
     if link is not None:
         copy = host_bytes / (link * pod.chips_per_host)
         # A save first waits for the write before it, which only delays it where that is not complete yet.
+        pause = between if count is None or count > 1 else math.inf
         blocked = CostRange(
-            low=copy + max(writing.low - between, 0.0),
-            expected=copy + max(writing.expected - between, 0.0),
-            high=copy / LINK_SHARE + max(writing.high - between, 0.0),
+            low=copy + max(writing.low - pause, 0.0),
+            expected=copy + max(writing.expected - pause, 0.0),
+            high=copy / LINK_SHARE + max(writing.high - pause, 0.0),
         )
     if blocked is not None and work is not None and count is not None:
         # The largest share is that of the longest saves in the shortest run.
@@ -322,7 +324,8 @@ def _interrupted(
     # An interruption is equally likely at any moment between two saves.
     lost = CostRange(low=0.0, expected=saves.between / 2, high=saves.between)
     blocked = (saves.blocked or ZERO).times(saves.count or 0)
-    rate = per_day / DAY
+    rate, wait = per_day / DAY, options.restart_wait.total_seconds()
+    again = restart + CostRange.of(-wait)
     # Writing the last checkpoint has no steps to hide behind.
     around = start + saves.writing
 
@@ -331,8 +334,8 @@ def _interrupted(
         # In the low value nothing interrupts the run.
         return around + CostRange(
             low=busy.low,
-            expected=_stretched(busy.expected, rate * (lost.expected + restart.expected)),
-            high=_stretched(busy.high, rate * (lost.high + restart.high)),
+            expected=_stretched(busy.expected, rate * (lost.expected + again.expected)) * (1 + rate * wait),
+            high=_stretched(busy.high, rate * (lost.high + again.high)) * (1 + rate * wait),
         )
 
     # The same work in all three, so that goodput does not depend on the uncertainty of the step time.
@@ -344,7 +347,8 @@ def _interrupted(
     return whole, Interruptions(
         per_day=per_day,
         assumed=assumed,
-        count=rate * whole.expected,
+        # Only a pod that is there can be interrupted.
+        count=rate * (whole.expected - around.expected) / (1 + rate * wait),
         lost=lost,
         restart=restart,
         goodput=goodput,

@@ -176,7 +176,9 @@ class ByHand:
         ]
         same = [compiling + loading[n] + (work[1] + count * blocked[n]) * stretch[n] + writing[n] for n in range(3)]
         self.work, self.writing, self.blocked, self.restart, self.lost = work, writing, blocked, restart, lost
-        self.count, self.per_day, self.stops = count, rate * 86400, rate * self.total[1]
+        self.count, self.per_day = count, rate * 86400
+        # A pod is interrupted between its start and the write at the end.
+        self.stops = rate * (work[1] + count * blocked[1]) * stretch[1]
         self.goodput = [work[1] / seconds for seconds in reversed(same)]
         self.chip_hours = [seconds * chips / 3600 for seconds in self.total]
         self.share = [
@@ -365,6 +367,32 @@ def test_a_save_that_is_slower_than_the_time_between_two_blocks():
     assert span(values["saves"]["blocked_seconds"]) == close([copy + wait, copy + wait, 2 * copy + wait])
     reason = rows_of(verdict_of("llama3_8b_v5p-8", PlanOptions(store_rate=0.05)))["writing one"][1]
     assert "Save less often" in reason
+
+
+def test_waiting_for_a_pod_is_no_time_in_which_it_stops():
+    """Once a day, and a day of waiting: the rest takes twice as long."""
+    waits = {}
+    for days in (0, 1):
+        options = PlanOptions(interruptions_per_day=1.0, restart_wait=timedelta(days=days))
+        values = cost_values(verdict_of("llama3_8b_v5p-8", options))
+        assert values is not None
+        waits[days] = values
+    around = waits[0]["compile_seconds"]["expected"] + waits[0]["saves"]["writing_seconds"]["expected"]
+    without, with_wait = (waits[days]["total_seconds"]["expected"] - around for days in (0, 1))
+    assert with_wait == pytest.approx(2 * without)
+    assert waits[0]["interruptions"]["count"] == pytest.approx(waits[1]["interruptions"]["count"])
+
+
+def test_a_single_save_waits_for_no_other():
+    verdict = verdict_of("lora_llama3_8b_v5p-8", PlanOptions(store_rate=1e-6))
+    assert verdict.plan is not None and verdict.plan.job is not None
+    job = replace(verdict.plan.job, save_seconds=None)
+    verdict = replace(verdict, plan=replace(verdict.plan, job=job))
+    values = cost_values(verdict)
+    assert values is not None and values["saves"]["count"] == 1
+    copy = (12 * FACTORS_8B + COUNTERS) / 60e9
+    assert span(values["saves"]["blocked_seconds"]) == close([copy, copy, 2 * copy])
+    assert "Save less often" not in rows_of(verdict)["writing one"][1]
 
 
 def test_without_a_compiler_hours_are_unknown_and_bytes_are_not():

@@ -238,7 +238,7 @@ def _checkpoints(verdict: Verdict, saves: Saves) -> Iterator[CostRow]:
     reason = f"the state of the run, {gib(round(saves.host_bytes))} a host; {count}"
     yield CostRow(name="a checkpoint", value=gib(job.checkpoint_bytes), reason=reason)
     reason = f"{gib(round(saves.host_bytes))} a host at {_rate(verdict)}, while steps go on"
-    if saves.writing.expected > saves.between:
+    if saves.writing.expected > saves.between and (saves.count is None or saves.count > 1):
         wait = span_text(saves.between, saves.between)
         reason += f"; longer than the {wait} between two saves: the next save waits. Save less often"
     yield CostRow(name="writing one", value=duration(saves.writing), reason=reason)
@@ -397,7 +397,7 @@ def choice_text(choice: PodChoice, options: PlanOptions) -> str:
             f"{offer.chips:,}",
             "–" if offer.seconds is None else duration(offer.seconds),
             "–" if offer.seconds is None else _number(offer.seconds.expected / 3600 * offer.chips),
-            "unknown" if offer.dollars is None else f"${spanned(offer.dollars)}",
+            "unknown" if offer.dollars is None else f"${_number(offer.dollars.expected)} ({_between(offer.dollars)})",
             "" if not limits else offer.meets if offer.seconds is not None else "–",
         )
         for offer in choice.offers
@@ -412,7 +412,7 @@ def choice_text(choice: PodChoice, options: PlanOptions) -> str:
         "dollars",
         "within limits" if limits else "",
     )
-    lines += table(rows, align=("left", "right", "left", "right", "left", "left"), header=header)
+    lines += table(rows, align=("left", "right", "left", "right", "right", "left"), header=header)
     for offer in choice.offers:
         if offer.reason:
             lines += paragraph(f"{offer.target}: {offer.reason}")
