@@ -132,5 +132,7 @@ def check_kept(name: str, words: tuple[str, ...], verdict: Verdict) -> None:
         return
     if kept["made_with"] != made_with():
         pytest.skip(f"kept of {kept['made_with']}, here is {made_with()}")
+    if name not in kept["suggestions"]:
+        pytest.skip(f"no bytes of {name} are kept yet; it fits, in {peak} bytes")
     # A cached answer may have the peak without gaps, which is up to 1 % less.
     assert kept["suggestions"][name] == {"words": list(words), "peak_bytes": pytest.approx(peak, rel=0.01)}
