@@ -21,7 +21,9 @@ def text(dice: random.Random, here: Path) -> Case:
     name = dice.choice(["text.jsonl", "text.jsonl.gz"])
     (here / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     (here / "eval.yaml").write_text(EVALUATE.format(here=here, text=name))
-    return evaluation(here, f"{name}:{at + 1}: {wrong!r:.30}", REFUSED, name)
+    # A null text is an empty document.
+    codes = (0,) if wrong == b'{"text": null}' else REFUSED
+    return evaluation(here, f"{name}:{at + 1}: {wrong!r:.30}", codes, name if codes == REFUSED else "")
 
 
 def files(dice: random.Random, here: Path) -> Case:
@@ -31,7 +33,7 @@ def files(dice: random.Random, here: Path) -> Case:
     name, content, says = dice.choice([
         ("text.jsonl.gz", packed[: dice.randrange(1, len(packed))], "gz"), ("text.jsonl.zst", packed, None),
         ("text.parquet", content, "parquet"), ("text.parquet", b"PAR1" + content + b"PAR1", "parquet"),
-        ("text.exe", content, "text.exe"), ("text.json", content, "text.json"), ("a{0..99999999999}.txt", b"", "limit"),
+        ("text.exe", content, "text.exe"), ("text.json", content, None), ("a{0..99999999999}.txt", b"", "limit"),
         ("missing/*.txt", b"", "missing"), ("a{b", b"", "braces"), ("text.jsonl.gz", content, None),
     ])  # fmt: skip
     if "/" not in name and "{" not in name:

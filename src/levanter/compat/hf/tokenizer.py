@@ -265,7 +265,13 @@ def _text_frame(post_processor: Mapping[str, Any] | None, where: str) -> TextFra
     # A vocabulary of one word, so that the post-processor is applied to a text of one known token.
     word = {"type": "WordLevel", "vocab": {"text": 0}, "unk_token": "text"}
     probe = build_backend({"version": "1.0", "model": word, "post_processor": post_processor}, where)
-    encoding = probe.encode("text")
+    try:
+        encoding = probe.encode("text")
+    except BaseException as error:
+        # Where a template names a token that it does not define, the library panics, which is no `Exception`.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise CorruptFileError(where, f"its post-processor cannot be applied ({error})") from error
     at = [n for n, special in enumerate(encoding.special_tokens_mask) if not special]
     if len(at) != 1:
         raise CorruptFileError(where, f"its post-processor keeps {len(at)} copies of a text, expected 1")

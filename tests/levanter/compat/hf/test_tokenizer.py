@@ -272,3 +272,15 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary():
     )
     with pytest.raises(ConfigMismatchError, match=f"special token ids eos {n} are outside its {n} ids"):
         ours(byte_level_tokenizer(), eos_id=n)
+
+
+def test_a_post_processor_with_a_token_that_it_does_not_define():
+    """The library panics there, which no `except Exception` sees."""
+    document = json.loads(byte_level_tokenizer().to_str())
+    template = [{"SpecialToken": {"id": "<t>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    document["post_processor"] = {
+        "type": "TemplateProcessing", "single": template, "pair": template,
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }  # fmt: skip
+    with pytest.raises(CorruptFileError):
+        FastTokenizer(document, name="x")
