@@ -65,7 +65,7 @@ NEWEST := $(VENV)-newest
 $(NEWEST)/.core: pyproject.toml
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install -q -U pip
-	$(NEWEST)/bin/python -m pip install -q -e '.[test-core,plan,plan-gpu,tensorboard,serve,harness]'
+	$(NEWEST)/bin/python -m pip install -q -e '.[test-core,plan,plan-gpu,tensorboard,serve,harness,remote]'
 	@touch $@
 
 test-newest: $(BIN)/.dev  ## the newest Python and JAX: `quick`, transformers' results, plans, the demo (<= 9 minutes)
