@@ -57,6 +57,17 @@ def test_the_answer_of_another_compiler_is_not_taken(kept):
     assert kept.find(other) is None
 
 
+@pytest.mark.parametrize(("report", "counts"), [({}, False), ({"heap_bytes": None}, True), ({"heap_bytes": 20}, True)])
+def test_the_answer_for_a_tpu_says_its_heap(kept, report, counts):
+    """Answers of earlier versions do not; GPUs, which have no coordinates, need none."""
+    answer = dataclasses.replace(ANSWER, report={**ANSWER.report, "coordinates": [[0, 0, 0]], **report})
+    kept.keep(KEY, answer)
+    assert kept.find(KEY) == (answer if counts else None)
+    gpu = dataclasses.replace(answer, report={**answer.report, "coordinates": None})
+    kept.keep(KEY, gpu)
+    assert kept.find(KEY) == gpu
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other", "folder"])
 def test_a_damaged_entry_is_told_and_written_anew(kept, caplog, damage):
     kept.keep(KEY, ANSWER, way="way")
