@@ -80,8 +80,8 @@ class Compiled:
     def peak_bytes(self) -> int:
         """Bytes on a device that count against its memory.
 
-        On a TPU the heap, by which its compiler refuses a Program; the compiler's peak, up to 4 % less, where its
-        report has no heap. Elsewhere the stated peak leaves out the temporaries, which are one allocation in
+        On a TPU the heap, by which its compiler refuses a Program; the compiler's peak, which is less, where its report
+        has no heap. Elsewhere the stated peak leaves out the temporaries, which are one allocation in
         addition to inputs and results, so the total counts.
         """
         stated = self.memory.heap or self.memory.peak if self.coordinates is not None else None

@@ -152,7 +152,7 @@ class CompileCache:
 
 
 def _lacks_heap(report: Mapping[str, Any]) -> bool:
-    """Whether a TPU's answer is of an earlier version, which did not read the heap: its peak may be 4 % less."""
+    """Whether a TPU's answer is of an earlier version, which did not read the heap: its peak is less."""
     return "memory" in report and report.get("coordinates") is not None and "heap_bytes" not in report
 
 
