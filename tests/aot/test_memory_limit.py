@@ -35,8 +35,8 @@ def outcomes(target: str, kind: str, totals: list[int]) -> list[Outcome]:
     others = OTHERS[kind] * (3 if kind == "temporaries" else 1)
     mebibytes = [(total // MIB - others) // COPIES[kind] for total in totals]
     payload = {"kind": kind, "mebibytes": mebibytes, "others": OTHERS[kind]}
-    found = compile_programs(PROGRAMS, payload, target=target)
-    by_name = {outcome.name: outcome for outcome in found}
+    outcomes = compile_programs(PROGRAMS, payload, target=target)
+    by_name = {outcome.name: outcome for outcome in outcomes}
     return [by_name[f"{kind}_{size}"] for size in mebibytes]
 
 

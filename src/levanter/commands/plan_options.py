@@ -53,25 +53,6 @@ class PlanRequest:
     compare: bool = False
 
 
-_WITH_VALUE = (
-    "target",
-    "json",
-    "html",
-    "assume_tokens",
-    "assume_requests",
-    "chip_hour_price",
-    "goal",
-    "keep_hlo",
-    "compare",
-    "price",
-    "interruptions_per_day",
-    "restart_wait",
-    "store_rate",
-    "storage_price",
-    "egress_price",
-    "deadline",
-    "budget",
-)
 _OF_PLAN_BLOCK = (
     "assume_tokens",
     "assume_requests",
@@ -86,6 +67,7 @@ _OF_PLAN_BLOCK = (
     "budget",
 )
 """Options that are keys of the block `plan:`. `--price` is one too, in a shorter form."""
+_WITH_VALUE = ("target", "json", "html", "keep_hlo", "compare", "price", *_OF_PLAN_BLOCK)
 _SWITCHES = ("no_compile", "require_inputs", "search", "all_programs", "timed_only", "no_cache")
 
 HELP = """usage: python -m levanter.main.plan ENTRY_POINT --config_path FILE --target POD [--key value …]

@@ -16,6 +16,8 @@ All phases have the inputs. Layer and head also have
     kept          activations of each layer that the backward pass needs (block inputs, and those that gradient
                   checkpointing saves by name; all named ones where nothing is recomputed)
 
+Of all this a TPU's compiler may keep up to 128 MiB in the chip's own memory, which is not HBM.
+
 A Program does not fit a chip that has less. A chip that has more may still be too small: temporaries of kernels and of
 the optimizer, buffers of collectives and the compiler's padding are not counted. So a sum of known bytes is called *at
 least*, and only a compiler decides that a Program fits.
@@ -51,6 +53,8 @@ UNNAMED = "kernels' and collectives' buffers and the compiler's padding"
 UNNAMED_KEPT = "what a backward pass keeps without a name, "
 """Prefix of `UNNAMED` where blocks are not recomputed."""
 LAYERS, QUERIES = "layers", "queries"
+TPU_ON_CHIP = 128 << 20
+"""Bytes of CMEM of a v4 chip, and of VMEM of v5e and v6e chips; those of the others are fewer."""
 CERTAIN = 0.95
 """Of a train step's sum beside the inputs, the share that counts.
 
@@ -75,6 +79,7 @@ class HbmLowerBound:
         layer: the largest live set in the backward pass of a layer.
         head: the largest live set in the head.
         recomputed: whether a backward pass recomputes its blocks, so that everything it saves is named.
+        on_chip: bytes of the chip's own memory, where a compiler may keep temporaries instead of HBM.
     """
 
     inputs: int
@@ -87,6 +92,7 @@ class HbmLowerBound:
     layer: int = 0
     head: int = 0
     recomputed: bool = True
+    on_chip: int = 0
 
     @property
     def total(self) -> int:
@@ -95,15 +101,12 @@ class HbmLowerBound:
 
     @property
     def saved(self) -> int:
-        """Of the largest phase, the bytes that a compiler may save."""
-        largest = max(self._phases(), key=lambda terms: sum(terms.values()))
+        """Of the largest phase, the bytes that a compiler may save, or keep in the chip's own memory."""
+        rest = max(sum(terms.values()) for terms in self._phases()) - self.inputs
         # What the update needs is certain: the global norm reads every gradient. Programs that do not train are one
         # layer at a time.
-        update = self.inputs + self.gradients
-        if not (self.layer or self.head):
-            return 0
-        rest = sum(largest.values()) - self.inputs
-        return min(round(rest * (1 - CERTAIN)), sum(largest.values()) - update)
+        avoided = min(round(rest * (1 - CERTAIN)), rest - self.gradients) if self.layer or self.head else 0
+        return max(avoided, min(self.on_chip, rest))
 
     def _phases(self) -> Iterator[dict[str, int]]:
         """The terms of each phase, by name."""
@@ -129,6 +132,9 @@ class HbmLowerBound:
 
     def __str__(self) -> str:
         terms = max(self._phases(), key=lambda terms: sum(terms.values()))
+        # Nothing beside the inputs is certain to be in HBM.
+        if 0 < self.saved == sum(terms.values()) - self.inputs:
+            return f"{gib(self.inputs)} of inputs"
         known = " + ".join(f"{gib(nbytes)} of {name}" for name, nbytes in terms.items() if nbytes)
         return f"{known} - {gib(self.saved)} that a compiler may save" if self.saved else known
 
@@ -170,6 +176,7 @@ def layout_lower_bound(subject: LayoutSubject, layout: Layout, figures: LayoutMe
         kept=saved_bytes,
         at_work=largest if saved_bytes else residual + largest,
         recomputed=not saves_everything(subject, layout),
+        on_chip=TPU_ON_CHIP if subject.plan.target.platform == "tpu" else 0,
     )
     if not subject.training or model_config(subject) is None:
         return bound

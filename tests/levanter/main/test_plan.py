@@ -271,8 +271,8 @@ def test_ctrl_c(tmp_path, folder):
     ],
 )
 def test_prices_and_limits_become_keys_of_the_block_plan(words, argv):
-    asked = parse_plan_request(["train_lm", "--target", "v5p-8", *words.split()])
-    assert asked.argv == argv
+    request = parse_plan_request(["train_lm", "--target", "v5p-8", *words.split()])
+    assert request.argv == argv
 
 
 @pytest.mark.parametrize(

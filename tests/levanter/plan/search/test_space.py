@@ -44,7 +44,7 @@ def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkey
     monkeypatch.setattr(space, "preflight", compiled)
     monkeypatch.setattr(space, "compile_ahead", lambda function, runs, **how: ahead.append((runs, how)))
     question = Question(target="v4-8", describe=lambda t: None, provider="", payload={})
-    found = space.search_layouts(
+    result = space.search_layouts(
         question,
         config=config,
         describe=eval_lm.describe,
@@ -52,7 +52,7 @@ def test_candidates_are_described_and_their_compilation_is_said(tmp_path, monkey
         pod=pod,
         say=said.append,
     )
-    assert found.best is None and found.compiled and len(described) == len(found.compiled)
+    assert result.best is None and result.compiled and len(described) == len(result.compiled)
     for candidate, plan in described:
         assert plan.exit_code == 0
         assert [plan.mesh.shape[axis] for axis in ("data", "model")] == [candidate["data"], candidate["model"]]
@@ -77,7 +77,7 @@ def test_without_compilation_arithmetic_ranks(name, tmp_path, monkeypatch):
     monkeypatch.setattr(space, "preflight", compiled)
     monkeypatch.setattr(space, "compile_ahead", compiled)
     config, pod = evaluation(tmp_path), parse_accelerator(name)
-    found = space.search_layouts(
+    result = space.search_layouts(
         Question(target=name, describe=lambda t: None, provider="", payload={}, compile=False),
         config=config,
         describe=eval_lm.describe,
@@ -85,4 +85,4 @@ def test_without_compilation_arithmetic_ranks(name, tmp_path, monkeypatch):
         pod=pod,
         say=lambda text: None,
     )
-    assert found.best is not None and found.ranked and not found.compiled
+    assert result.best is not None and result.ranked and not result.compiled
