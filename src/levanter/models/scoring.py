@@ -32,6 +32,7 @@ def token_logprobs(
     positions: NamedArray | None = None,
     chunk: int | None = None,
     activations: NamedArray | None = None,
+    temperature: float = 1.0,
 ) -> NamedArray:
     """Log-probability of each target.
 
@@ -48,6 +49,8 @@ def token_logprobs(
         positions: the position of each token, where it is not its index.
         chunk: positions scored at a time; default the config's `cross_entropy_block_size`, else `default_chunk`.
         activations: the model's for these tokens, if already computed; in the order of the targets.
+        temperature: the divisor of the logits, after a soft cap: the distribution that samples at this temperature
+            are from.
 
     Returns:
         Float32 with the axes of `targets`; entry t is log p(targets[t] | tokens[..t]), 0 where nothing is predicted.
@@ -59,7 +62,7 @@ def token_logprobs(
         activations = zigzag_outputs(model, tokens, segment_ids=segment_ids, num_shards=num_shards).activations
     elif activations is None:
         activations = model(tokens, segment_ids=segment_ids, attn_mask=attn_mask, positions=positions).activations
-    (logprobs,) = _scores(model, activations, zigzag(targets, num_shards), chunk)
+    (logprobs,) = _scores(model, activations, zigzag(targets, num_shards), chunk, temperature=temperature)
     # Targets went into the zigzag order of the activations; the scores come back out of it.
     return natural(logprobs, num_shards)
 
@@ -127,6 +130,7 @@ def _scores(
     *,
     normalizers: bool = False,
     likeliest: bool = False,
+    temperature: float = 1.0,
 ) -> tuple[NamedArray, ...]:
     scores = target_scores(
         activations,
@@ -138,6 +142,7 @@ def _scores(
             soft_cap=model.config.logit_soft_cap,
             normalizers=normalizers,
             likeliest=likeliest,
+            temperature=temperature,
         ),
     )
     # At a target of −1 the masked sum is 0, so the loop's value there is −log-normalizer: finite, but no score.

@@ -44,12 +44,14 @@ class HeadScoring:
         normalizers: whether to return the log-normalizers too.
         likeliest: whether to return which targets were the likeliest entry; among equally likely ones, the lowest id
             is.
+        temperature: the divisor of the logits, after the soft cap.
     """
 
     vocab_size: int | None
     soft_cap: float | None
     normalizers: bool
     likeliest: bool = False
+    temperature: float = 1.0
 
 
 def chunking(positions: int, chunk: int) -> tuple[int, int]:
@@ -324,7 +326,9 @@ def _by_token(x: NamedArray, tokens: tuple[Axis, ...]) -> NamedArray:
     return first.flatten_axes(tokens, "token")
 
 
-def head_logits(x: NamedArray, head: Linear, *, vocab_size: int | None, soft_cap: float | None) -> NamedArray:
+def head_logits(
+    x: NamedArray, head: Linear, *, vocab_size: int | None, soft_cap: float | None, temperature: float = 1.0
+) -> NamedArray:
     """Float32 logits of a chunk of activations. Constraint point: the products.
 
     Args:
@@ -332,8 +336,9 @@ def head_logits(x: NamedArray, head: Linear, *, vocab_size: int | None, soft_cap
         head: from `embed` to `vocab`.
         vocab_size: real entries of `vocab`; the padding after them gets no probability. None for all.
         soft_cap: bound of the logits, `bound · tanh(logit / bound)`; None for none.
+        temperature: the divisor of the logits, after the soft cap.
     """
-    return _bounded(_products(x, head), vocab_size=vocab_size, soft_cap=soft_cap)
+    return _bounded(_products(x, head), vocab_size=vocab_size, soft_cap=soft_cap, temperature=temperature)
 
 
 def _products(x: NamedArray, head: Linear) -> NamedArray:
@@ -341,9 +346,12 @@ def _products(x: NamedArray, head: Linear) -> NamedArray:
     return hax.auto_sharded(head(x, dtype=jnp.float32))
 
 
-def _bounded(products: NamedArray, *, vocab_size: int | None, soft_cap: float | None) -> NamedArray:
+def _bounded(products: NamedArray, *, vocab_size: int | None, soft_cap: float | None, temperature: float) -> NamedArray:
     Vocab = products.resolve_axis("vocab")
     logits = soft_capped(products, soft_cap)
+    # The division is in float32; without a temperature there is no operation at all.
+    if temperature != 1.0:
+        logits = logits / temperature
     # Ids from `vocab_size` on are padding (the table is rounded up so that a mesh axis divides it). HIDDEN is finite,
     # so exp gives 0 and gradients have no NaN.
     if vocab_size is not None and vocab_size < Vocab.size:
@@ -361,7 +369,7 @@ def _is_target(target: NamedArray, logits: NamedArray) -> NamedArray:
 
 def _chunk_scores(x: NamedArray, head: Linear, target: NamedArray, how: HeadScoring) -> Scores:
     """The scores of one chunk."""
-    logits = head_logits(x, head, vocab_size=how.vocab_size, soft_cap=how.soft_cap)
+    logits = head_logits(x, head, vocab_size=how.vocab_size, soft_cap=how.soft_cap, temperature=how.temperature)
     Vocab = logits.resolve_axis("vocab")
     # Subtracting the maximum keeps exp from overflowing; the
     # maximum is one small all-reduce under a sharded vocabulary.
@@ -419,7 +427,7 @@ def _dense_scores(
     would become one (3.9 GiB more for 64k positions × 32k entries in one chunk).
     """
     Vocab = weight.resolve_axis("vocab")
-    bounded = functools.partial(_bounded, vocab_size=how.vocab_size, soft_cap=how.soft_cap)
+    bounded = functools.partial(_bounded, vocab_size=how.vocab_size, soft_cap=how.soft_cap, temperature=how.temperature)
     products = _products(x, Linear(weight=weight, bias=None, In=("embed",)))
     # The vjp goes through soft cap and padding mask: tanh's
     # derivative comes from JAX, and masked columns get gradient 0.
