@@ -122,6 +122,7 @@ VARIANTS: Mapping[str, Variant] = {
         hf="GPTNeoX", sizes=_NEOX, changes=dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5))
     ),
     "mixtral": Variant(hf="Mixtral", changes=_EXPERTS),
+    "nanochat": Variant(hf="NanoChat"),
     "qwen3_moe": Variant(
         hf="Qwen3Moe", changes=dict(_EXPERTS, head_dim=16, moe_intermediate_size=32, norm_topk_prob=True)
     ),
@@ -237,7 +238,10 @@ VARIANTS: Mapping[str, Variant] = {
         runs=((2, 2),),
     ),
 }
-ESSENTIAL = tuple(family_named(name).config_json[-1].model_type for name in BUILTIN)
+ESSENTIAL = tuple(
+    next(kind.model_type for kind in reversed(family_named(name).config_json) if kind.model_type in VARIANTS)
+    for name in BUILTIN
+)
 """One variant of each family of the registry, by its `model_type`: a new family needs an entry in `VARIANTS`."""
 
 _FOUR = ["model", "group"]

@@ -31,6 +31,10 @@ def _gelu_10(x: jax.Array) -> jax.Array:
     return jnp.clip(jax.nn.gelu(x, approximate=False), -10, 10)
 
 
+def _relu_squared(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
 @jax.custom_jvp
 def _silu_with_division(x: jax.Array) -> jax.Array:
     """`x · sigmoid(x)`, with a derivative that ends in a division.
@@ -70,6 +74,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "gelu_python_tanh": _gelu_tanh,
         "quick_gelu": _elementwise(_quick_gelu),
         "relu": _elementwise(jax.nn.relu),
+        "relu2": _elementwise(_relu_squared),
         "tanh": _elementwise(jnp.tanh),
     }
 )

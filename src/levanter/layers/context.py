@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import equinox as eqx
 import haliax as hax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from levanter.layers.attention.kv_cache import NewPositions
@@ -37,6 +38,8 @@ class ForwardContext(eqx.Module):
         constants: the arrays that the pass computed so far for later layers, by name.
         earlier_ids: the ids before the first of `token_ids`, `[…, earlier]`, the oldest first; None for whole
             sequences.
+        earlier_embedded: the embedding of the last of `earlier_ids`, `[…, embed]`; None for whole sequences, and unless
+            the config says that the ends of the stream read it.
     """
 
     mask: AttentionMask
@@ -46,6 +49,7 @@ class ForwardContext(eqx.Module):
     token_ids: NamedArray | None = None
     constants: Mapping[str, NamedArray] = eqx.field(default_factory=dict[str, NamedArray])
     earlier_ids: NamedArray | None = None
+    earlier_embedded: NamedArray | None = None
 
     @property
     def segments(self) -> NamedArray | None:
@@ -74,10 +78,49 @@ class ForwardContext(eqx.Module):
         assert 1 <= distance <= count, f"{distance} tokens before a token, and {count} are kept"
         joined = hax.concatenate("position", [earlier.rename({EARLIER: "position"}), ids])
         before = joined["position", hax.ds(count - distance, Pos.size)]
+        same_segment = self._same_segment(Pos, distance)
+        return before if same_segment is None else hax.where(same_segment, before, NO_TOKEN)
+
+    def _same_segment(self, Pos: Axis, distance: int) -> NamedArray | None:
+        """Whether the token so many positions before a token is of the same segment; None without segments."""
         segments = self.segments
         if segments is None:
-            return before
+            return None
         # The first tokens of a segment follow tokens of another one, which they must not see.
-        moved = hax.roll(segments, distance, "position")
-        same_segment = (moved == segments) & (hax.arange(Pos) >= distance)
-        return hax.where(same_segment, before, NO_TOKEN)
+        return (hax.roll(segments, distance, "position") == segments) & (hax.arange(Pos) >= distance)
+
+    def embedded_before(self, x: NamedArray) -> NamedArray:
+        """The embedding of the token before each token, `[…, position, embed]`; zeros where its sequence has none.
+
+        Args:
+            x: the embedded tokens, `[…, position, embed]`.
+        """
+        Pos = x.resolve_axis("position")
+        trunks = self.mask.query_trunks
+        if trunks is not None:
+            return self._embedded_before_in_branches(x, trunks)
+        if self.earlier_embedded is None:
+            first = hax.zeros(tuple(axis for axis in x.axes if axis.name != "position"), dtype=x.dtype)
+        else:
+            assert self.earlier_ids is not None
+            exists = self.earlier_ids[EARLIER, -1] != NO_TOKEN
+            first = hax.where(exists, self.earlier_embedded.astype(x.dtype), jnp.zeros((), x.dtype))
+        joined = hax.concatenate("position", [first.broadcast_axis(Pos.resize(1)).rearrange(x.axes), x])
+        before = joined["position", 0 : Pos.size]
+        same_segment = self._same_segment(Pos, 1)
+        return before if same_segment is None else hax.where(same_segment, before, jnp.zeros((), x.dtype))
+
+    def _embedded_before_in_branches(self, x: NamedArray, trunks: NamedArray) -> NamedArray:
+        """`embedded_before` where segments continue others, their trunks: a branch follows its trunk's last token."""
+        segments = self.segments
+        assert segments is not None
+        Pos = x.resolve_axis("position")
+        Other, index = Pos.alias("key_position"), hax.arange(Pos)
+        others = segments.rename({"position": Other.name})
+        before = hax.arange(Other).broadcast_axis(Pos) < index
+        # The last position before a token that is of its segment; without any, the last one of its trunk.
+        in_segment = hax.max(hax.where((others == segments) & before, hax.arange(Other), -1), Other)
+        in_trunk = hax.max(hax.where((others == trunks) & before, hax.arange(Other), -1), Other)
+        source = hax.where(in_segment >= 0, in_segment, in_trunk)
+        moved = hax.take(x.rename({"position": Other.name}), Other, hax.where(source >= 0, source, 0))
+        return hax.where(source >= 0, moved, jnp.zeros((), x.dtype)).rearrange(x.axes)

@@ -115,6 +115,11 @@ class ResidualSpec:
         """Weights of a layer's rules that multiply each token."""
         return 0
 
+    @property
+    def any_order(self) -> bool:
+        """Whether positions may lie in any order: whether neither rules nor ends look at neighbors."""
+        return True
+
     def stream_axes(self, Embed: Axis) -> tuple[Axis, ...]:
         """The axes of the stream other than batch and position."""
         return (Embed,)

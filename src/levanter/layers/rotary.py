@@ -145,6 +145,30 @@ class DefaultRotaryConfig(RotaryConfig):
         return _geometric(self.theta, self.rotated_size(head_size)) / np.float32(self.factor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClockwiseRotary(RotaryConfig):
+    """Other rotary embeddings that turn the other way, by −θ, as in nanochat.
+
+    Both directions are equally good; a checkpoint works with one of them. It is no choice in YAML, since the family
+    decides.
+
+    Attributes:
+        inner: the embeddings that turn by θ.
+    """
+
+    inner: RotaryConfig
+
+    @property
+    def amplitude(self) -> float:
+        return self.inner.amplitude
+
+    def rotated_size(self, head_size: int) -> int:
+        return self.inner.rotated_size(head_size)
+
+    def frequencies(self, head_size: int, length: int) -> np.ndarray:
+        return -self.inner.frequencies(head_size, length)
+
+
 @RotaryConfig.register_subclass("linear")
 @dataclass(frozen=True, kw_only=True)
 class LinearRotaryConfig(RotaryConfig):

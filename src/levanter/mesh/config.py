@@ -23,6 +23,8 @@ MappingValue = str | list[str] | None
 DEFAULT_AXES: Mapping[str, int] = {"data": -1, "replica": 1, "model": 1}
 DEFAULT_DCN_AXES: Mapping[str, int] = {"replica_dcn": -1}
 DEFAULT_SHARED: Mapping[str, str] = {"mlp": "model", "heads": "model"}
+TABLE_ROW = "table_row"
+"""Rows of tables that have no axis `embed`: by default they are sharded by the rule for `embed` of parameters."""
 DEFAULT_BATCH_AXES = ("replica_dcn", "replica", "data")
 
 

@@ -18,7 +18,7 @@ from haliax_ext.errors import IndivisibleError, ShardingError, UnknownAxisError
 from haliax_ext.mapping import DeclaredReplication, unknown_mesh_axes
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.placement import show_axes
-from levanter.mesh.config import DEFAULT_BATCH_AXES, DEFAULT_SHARED, MappingValue, MeshConfig, ModelAxes
+from levanter.mesh.config import DEFAULT_BATCH_AXES, DEFAULT_SHARED, TABLE_ROW, MappingValue, MeshConfig, ModelAxes
 
 HEADS = "heads"
 GROUP_AXIS = "group"
@@ -87,6 +87,7 @@ def mesh_rules(config: MeshConfig, model: ModelAxes, spec: MeshSpec) -> MeshRule
     # Later entries win and new ones come last: the order of rules decides under `on_conflict: first_wins`.
     shared = {**DEFAULT_SHARED, **named(config.shared_mapping, "shared_mapping")}
     params = {**shared, **named(config.param_mapping, "param_mapping")}
+    params |= _table_rows(model, spec, params, notes)
     default_batch = {batch: list(DEFAULT_BATCH_AXES)} if config.batch_axis_name is not None else {}
     compute = {**default_batch, **shared, **named(config.compute_mapping, "compute_mapping")}
     residual = named(config.residual_mapping, "residual_mapping")
@@ -361,6 +362,18 @@ def _heads_verdict(verdict: SizeVerdict, kv: int, groups: int, mesh_axis: str) -
         if not blockers[0][2]:
             blockers = ((KV_HEAD, kv, kv % size), (Q_PER_GROUP, groups, groups % size))
     return SizeVerdict(size=size, blockers=(*blockers, *verdict.blockers), remark=remark)
+
+
+def _table_rows(model: ModelAxes, spec: MeshSpec, params: Rules, notes: list[str]) -> Rules:
+    """The default rule for the rows of tables without `embed`: that of `embed`, if the number of rows divides."""
+    rows, rule = model.sizes.get(TABLE_ROW), params.get("embed")
+    if rows is None or rule is None or TABLE_ROW in params:
+        return {}
+    ways = spec.ways(tuple(axis for axis in _as_list(rule) if axis in spec.names))
+    if rows % ways:
+        notes.append(f"{TABLE_ROW} {rows} is not sharded like embed: {rows} % {ways} = {rows % ways}")
+        return {}
+    return {TABLE_ROW: rule}
 
 
 def _in_glossary_names(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from levanter.models.llama import LlamaConfig
     from levanter.models.mistral import MistralConfig
     from levanter.models.mixtral import MixtralConfig, Qwen3MoeConfig
+    from levanter.models.nanochat import NanochatConfig
     from levanter.models.olmo import Olmo2Config, Olmo3Config
     from levanter.models.phi import Phi3Config
     from levanter.models.qwen import Qwen3Config, QwenConfig
@@ -27,6 +28,7 @@ __all__ = [
     "LmConfig",
     "MistralConfig",
     "MixtralConfig",
+    "NanochatConfig",
     "Olmo2Config",
     "Olmo3Config",
     "Phi3Config",

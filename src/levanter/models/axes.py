@@ -22,6 +22,8 @@ KNOWN_AXES: dict[str, str] = {
     "q_heads_per_group": "query heads that share one key/value head",
     "head_size": "features of one attention head",
     "layers": "stacked blocks of the model",
+    "table_row": "rows of the table of a layer's value embedding, one for each token id",
+    "gate_channel": "leading features of the residual stream that a gate reads",
     "expert": "experts of a mixture-of-experts block",
     "top_experts": "experts selected for a token, best first",
     "low_rank": "features between the two factors of an adapter (its rank)",

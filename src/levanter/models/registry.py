@@ -59,11 +59,14 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "olmo3": "levanter.models.olmo.family:OLMO_3",
         "phi3": "levanter.models.phi.family:PHI_3",
         "smollm3": "levanter.models.smollm3.family:SMOLLM3",
+        "nanochat": "levanter.models.nanochat.family:NANOCHAT",
     }
 )
 """This project's families: name → `module:attribute`."""
 
-_MODEL_TYPES: Mapping[str, str] = MappingProxyType({"qwen2": "qwen", "gemma3_text": "gemma3"})
+_MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {"qwen2": "qwen", "gemma3_text": "gemma3", "levanter_nanochat": "nanochat"}
+)
 """Families of ours whose `model_type` in config.json is not their name."""
 
 ABSENT = "levanter.models.unsupported"

@@ -32,7 +32,10 @@ def zigzag_shards(model: LmHeadModel) -> int:
     # Recurrent mixers and convolutions run along the row itself;
     # attention masks by position and does not depend on the order.
     ordered_mixers = {
-        type(layer.mixer).__name__ for layer in model.config.layers if not getattr(layer.mixer, "any_order", False)
+        type(part).__name__
+        for layer in model.config.layers
+        for part in (layer.mixer, layer.residual)
+        if not getattr(part, "any_order", False)
     }
     if num_shards > 1 and ordered_mixers:
         raise ShardingError(

@@ -34,6 +34,7 @@ from levanter.layers.param_roles import role
 from levanter.layers.protocols import Shapes
 from levanter.layers.remat_names import saved
 from levanter.layers.rotary import apply_rotary
+from levanter.layers.value_embedding import ValueEmbedding, ValueEmbeddingSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,13 @@ class AttentionSpec:
         out_bias: bias of the output projection.
         norm: the norms on queries and keys; None for none.
         normed: the axes of such a norm: each head separately, or all heads of a token together.
+        norm_after_rotary: whether these norms come after the rotation (nanochat) or before it.
         softmax_scale: multiplies the scores; None for 1/√head_size.
         soft_cap: bound of the scores; None for none.
         sinks: whether each head has a sink: a learned score that takes part in the softmax and has no value.
         window: how many keys a query sees, itself included; None for all before it.
         rope: name of the rotary table that rotates queries and keys; None for no rotation (NoPE).
+        value_embedding: rows of a table that are added to the values by token id; None for none.
         backend: the backend; None for `default_backend`.
         block_size: keys in a block of the default's blockwise backend.
         upcast: compute attention in float32.
@@ -68,11 +71,13 @@ class AttentionSpec:
     out_bias: bool = False
     norm: NormSpec | None = None
     normed: Literal["head", "all heads"] = "head"
+    norm_after_rotary: bool = False
     softmax_scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
     window: int | None = None
     rope: str | None = "rope"
+    value_embedding: ValueEmbeddingSpec | None = None
     backend: BackendChoice | None = None
     block_size: int | None = None
     upcast: bool = False
@@ -83,7 +88,8 @@ class AttentionSpec:
         """Weights that multiply each token."""
         kv = self.KVHead.size * self.HeadSize.size
         # Query and output projections have embed × heads weights, key and value projections embed × kv_heads each.
-        return 2 * self.Embed.size * kv * (self.QHeadsPerGroup.size + 1)
+        gate = 0 if self.value_embedding is None else self.value_embedding.gate_channels * self.KVHead.size
+        return 2 * self.Embed.size * kv * (self.QHeadsPerGroup.size + 1) + gate
 
     @property
     def query_features(self) -> int:
@@ -103,7 +109,9 @@ class AttentionSpec:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of its weights."""
-        return (self.Embed, self.KVHead, self.QHeadsPerGroup, self.HeadSize)
+        values = self.value_embedding
+        more = () if values is None else (values.Row, values.Channel)
+        return (self.Embed, self.KVHead, self.QHeadsPerGroup, self.HeadSize, *more)
 
     @property
     def any_order(self) -> bool:
@@ -170,6 +178,7 @@ class GroupedQueryAttention(eqx.Module):
     q_norm: Norm | None
     k_norm: Norm | None
     sinks: NamedArray | None = eqx.field(metadata=role("sink"))
+    value_embedding: ValueEmbedding | None
     spec: AttentionSpec = eqx.field(static=True)
 
     @staticmethod
@@ -202,6 +211,9 @@ class GroupedQueryAttention(eqx.Module):
                 if spec.sinks
                 else None
             ),
+            value_embedding=(
+                None if spec.value_embedding is None else spec.value_embedding.init(*kv, key=jax.random.fold_in(key, 5))
+            ),
             spec=spec,
         )
 
@@ -228,15 +240,18 @@ class GroupedQueryAttention(eqx.Module):
                 return hax.auto_sharded(getattr(self, name)(x))
 
         q, k, v = projected("q_proj"), projected("k_proj"), projected("v_proj")
-        if self.q_norm is not None and self.k_norm is not None:
-            with jax.named_scope("qk_norm"):
-                q, k = self.q_norm(q), self.k_norm(k)
+        if self.value_embedding is not None:
+            v = self.value_embedding(v, x, context)
+        if not spec.norm_after_rotary:
+            q, k = self._normed(q, k)
         if spec.rope is not None:
             with jax.named_scope("rope"):
                 q, k = (apply_rotary(y, *context.tables[spec.rope], spec.HeadSize) for y in (q, k))
                 if not in_one_mapping():
                     # Constrain here: otherwise XLA reshards the input and both rotated halves instead of their sum.
                     q, k = hax.auto_sharded(q), hax.auto_sharded(k)
+        if spec.norm_after_rotary:
+            q, k = self._normed(q, k)
         q, k, v = saved(q, "query"), saved(k, "key"), saved(v, "value")
         # Families whose checkpoints need it (GPT-2 with `reorder_and_upcast_attn`) attend in float32 throughout.
         dtype = jnp.dtype(jnp.float32) if spec.upcast else q.dtype
@@ -274,3 +289,10 @@ class GroupedQueryAttention(eqx.Module):
         # The projection contracts the head axes; where these are sharded, the sum over devices happens here.
         with jax.named_scope("o_proj"):
             return saved(self.o_proj(mixed), "attention_output"), state
+
+    def _normed(self, q: NamedArray, k: NamedArray) -> tuple[NamedArray, NamedArray]:
+        """Queries and keys behind their norms, if there are any."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        with jax.named_scope("qk_norm"):
+            return self.q_norm(q), self.k_norm(k)

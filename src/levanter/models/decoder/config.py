@@ -120,6 +120,14 @@ class DecoderConfig(LmConfig):
         return max(counts, default=0)
 
     @property
+    def reads_earlier_embedding(self) -> bool:
+        """Whether the ends of the stream read the embedding of the token before each token.
+
+        Such a config has at least one id in `earlier_token_ids`.
+        """
+        return False
+
+    @property
     def attention(self) -> AttentionSpec:
         """The part of the attention spec that all layers share; `layer_attention` adds the rest."""
         return AttentionSpec(

@@ -26,7 +26,7 @@ from haliax_ext.mapping import into_residual, out_of_residual, shard_residual
 from levanter.layers.attention import AttentionMask, GroupedQueryAttention
 from levanter.layers.attention.cache_positions import NewPositions
 from levanter.layers.context import ForwardContext, RotaryTables
-from levanter.layers.decode_state import TOKEN_IDS, DecodeState, StackState, StateSizes
+from levanter.layers.decode_state import EARLIER, TOKEN_IDS, DecodeState, StackState, StateSizes
 from levanter.layers.embedding import Embedding, PositionEmbedding, positions_in_segments
 from levanter.layers.layer import LayerSpec
 from levanter.layers.linear import Linear
@@ -209,6 +209,7 @@ class DecoderTransformer(eqx.Module):
         *,
         length: int,
         token_ids: NamedArray,
+        earlier_embedded: NamedArray | None = None,
     ) -> tuple[NamedArray, DecodeState]:
         """The forward pass for tokens that continue sequences; see `DecoderLmHeadModel.advance`.
 
@@ -218,6 +219,7 @@ class DecoderTransformer(eqx.Module):
             state: the decode state.
             length: positions that a row may have: rotary embeddings of some kinds depend on it.
             token_ids: the tokens, `[batch, position]`.
+            earlier_embedded: see `ForwardContext`.
         """
         # Which page and slot each new token goes to is the same for
         # all layers, so it is computed once, outside the scans.
@@ -233,6 +235,7 @@ class DecoderTransformer(eqx.Module):
             new=new,
             token_ids=self._ids_if_read(token_ids),
             earlier_ids=earlier,
+            earlier_embedded=earlier_embedded,
         )
         stacks = entering_stacks(self.config, state, stacks=len(self._stacks))
         outputs, stacks = self._through(x, context, stacks)
@@ -431,7 +434,21 @@ class DecoderLmHeadModel(LmHeadModel):
         """Maps new tokens to activations, and adds what the layers remember of them to the state; see `Decodes`."""
         # Learned position embeddings need true positions, not indices into the block of new tokens.
         embedded = self.embeddings(tokens, at.positions)
-        return self.transformer.advance(embedded, at, state, length=length, token_ids=tokens)
+        return self.transformer.advance(
+            embedded,
+            at,
+            state,
+            length=length,
+            token_ids=tokens,
+            earlier_embedded=self._earlier_embedded(state) if self.config.reads_earlier_embedding else None,
+        )
+
+    def _earlier_embedded(self, state: DecodeState) -> NamedArray:
+        """The embedding of the token before the new ones; that of id 0 where there is none."""
+        (earlier,) = state[TOKEN_IDS]
+        assert earlier is not None
+        # The embedding is computed again from the id, which takes less memory than keeping it, and no snapshots.
+        return self.embeddings(hax.maximum(earlier[EARLIER, -1:], 0).rename({EARLIER: "position"}), None)["position", 0]
 
     @property
     def head(self) -> Linear:

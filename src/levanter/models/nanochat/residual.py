@@ -1,0 +1,96 @@
+"""nanochat's residual stream: scalars of each layer, the embedded tokens in all layers, smear and backout.
+
+A layer begins with `r·x + s·x0`, whose result its mixer reads and is added to; x0 is what the first layer reads. Before
+the first layer is a smear (`layers.smear`), and before the final norm a multiple of the middle layer's output is
+subtracted.
+"""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from haliax_ext.mapping import shard_residual
+from levanter.layers.context import ForwardContext
+from levanter.layers.residual import PlainRule, ResidualRule, ResidualSpec
+from levanter.layers.smear import Smear
+
+X0, MIDDLE = "x0", "middle"
+"""Constants of the forward pass: what the first layer reads, and the middle layer's output."""
+
+
+class MixedWithEmbedding(eqx.Module):
+    """`r·x + s·x0` is what the mixer reads, and what its output is added to.
+
+    Attributes:
+        stream_scale: r.
+        x0_scale: s.
+    """
+
+    stream_scale: NamedArray
+    x0_scale: NamedArray
+
+    def read(self, stream: NamedArray, context: ForwardContext) -> NamedArray:
+        """The mixture of the stream and the embedded tokens."""
+        return self.stream_scale * stream + self.x0_scale * context.constants[X0]
+
+    def write(self, stream: NamedArray, branch: NamedArray, context: ForwardContext) -> NamedArray:
+        """The mixture plus the branch."""
+        # The same expression as in `read`, which XLA computes once.
+        return shard_residual(self.read(stream, context) + branch)
+
+
+class NanochatEnds(eqx.Module):
+    """Smear at the beginning of the stream, backout at its end; None for a part that the model does not have.
+
+    Attributes:
+        smear: see `layers.smear`.
+        backout_scale: of the middle layer's output, which is subtracted.
+    """
+
+    smear: Smear | None
+    backout_scale: NamedArray | None
+
+    def enter(self, x: NamedArray, context: ForwardContext) -> NamedArray:
+        """The embedded tokens, each with a part of the previous one."""
+        return x if self.smear is None else self.smear(x, context)
+
+    def leave(self, stream: NamedArray, context: ForwardContext) -> NamedArray:
+        """The stream without a part of the middle layer's output."""
+        return stream if self.backout_scale is None else stream - self.backout_scale * context.constants[MIDDLE]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanochatResidual(ResidualSpec):
+    """The configuration of the stream.
+
+    Attributes:
+        scalars: whether layers mix the stream with the embedded tokens.
+        smear: whether there is a smear.
+        backout: the initial factor of the middle layer's output; None for no backout.
+    """
+
+    scalars: bool = True
+    smear: bool = True
+    backout: float | None = 0.2
+
+    @property
+    def any_order(self) -> bool:
+        return not self.smear
+
+    def init(self, Embed: Axis, branches: int, *, key: jax.Array) -> tuple[ResidualRule, ...]:
+        # The family sets the initial scalars, which depend on the layer.
+        if not self.scalars:
+            return super().init(Embed, branches, key=key)
+        one, zero = hax.ones((), dtype=jnp.float32), hax.zeros((), dtype=jnp.float32)
+        return (MixedWithEmbedding(stream_scale=one, x0_scale=zero), PlainRule())[:branches]
+
+    def init_ends(self, Embed: Axis, *, key: jax.Array) -> NanochatEnds:
+        del Embed, key
+        return NanochatEnds(
+            smear=Smear.init() if self.smear else None,
+            backout_scale=None if self.backout is None else hax.full((), self.backout, dtype=jnp.float32),
+        )
