@@ -103,8 +103,10 @@ class ForwardContext(eqx.Module):
             first = hax.zeros(tuple(axis for axis in x.axes if axis.name != "position"), dtype=x.dtype)
         else:
             assert self.earlier_ids is not None
+            # A row that has no token yet has no embedding either, whatever was looked up for it.
             exists = self.earlier_ids[EARLIER, -1] != NO_TOKEN
             first = hax.where(exists, self.earlier_embedded.astype(x.dtype), jnp.zeros((), x.dtype))
+        # A shift by one position: where positions are sharded, each shard sends its last token to the next one.
         joined = hax.concatenate("position", [first.broadcast_axis(Pos.resize(1)).rearrange(x.axes), x])
         before = joined["position", 0 : Pos.size]
         same_segment = self._same_segment(Pos, 1)
@@ -115,6 +117,8 @@ class ForwardContext(eqx.Module):
         segments = self.segments
         assert segments is not None
         Pos = x.resolve_axis("position")
+        # Branches of one trunk lie one after the other, so before a branch's first token in the row is a token of
+        # another branch. Comparing all pairs of positions costs less than the scores of one head.
         Other, index = Pos.alias("key_position"), hax.arange(Pos)
         others = segments.rename({"position": Other.name})
         before = hax.arange(Other).broadcast_axis(Pos) < index

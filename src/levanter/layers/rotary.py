@@ -166,6 +166,7 @@ class ClockwiseRotary(RotaryConfig):
         return self.inner.rotated_size(head_size)
 
     def frequencies(self, head_size: int, length: int) -> np.ndarray:
+        # cos(−θ) = cos θ and sin(−θ) = −sin θ: the same kernels turn the other way.
         return -self.inner.frequencies(head_size, length)
 
 

@@ -369,6 +369,7 @@ def _table_rows(model: ModelAxes, spec: MeshSpec, params: Rules, notes: list[str
     rows, rule = model.sizes.get(TABLE_ROW), params.get("embed")
     if rows is None or rule is None or TABLE_ROW in params:
         return {}
+    # A mesh axis that does not exist is reported with the rule for `embed` itself.
     ways = spec.ways(tuple(axis for axis in _as_list(rule) if axis in spec.names))
     if rows % ways:
         notes.append(f"{TABLE_ROW} {rows} is not sharded like embed: {rows} % {ways} = {rows % ways}")

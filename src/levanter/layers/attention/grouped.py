@@ -28,13 +28,13 @@ from levanter.layers.attention.kv_cache import NewPositions, attend_cached, kv_l
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.context import ForwardContext
 from levanter.layers.decode_state import LayerState, Leaves
+from levanter.layers.embedding import ValueEmbedding, ValueEmbeddingSpec
 from levanter.layers.linear import Linear
 from levanter.layers.norm import Norm, NormSpec
 from levanter.layers.param_roles import role
 from levanter.layers.protocols import Shapes
 from levanter.layers.remat_names import saved
 from levanter.layers.rotary import apply_rotary
-from levanter.layers.value_embedding import ValueEmbedding, ValueEmbeddingSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -448,7 +448,9 @@ class DecoderLmHeadModel(LmHeadModel):
         (earlier,) = state[TOKEN_IDS]
         assert earlier is not None
         # The embedding is computed again from the id, which takes less memory than keeping it, and no snapshots.
-        return self.embeddings(hax.maximum(earlier[EARLIER, -1:], 0).rename({EARLIER: "position"}), None)["position", 0]
+        # A row without tokens has `NO_TOKEN` here, which is no row of the table; the context knows that there is none.
+        last = earlier[EARLIER, -1:].rename({EARLIER: "position"})
+        return self.embeddings(hax.where(last < 0, 0, last), None)["position", 0]
 
     @property
     def head(self) -> Linear:

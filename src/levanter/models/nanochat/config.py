@@ -19,12 +19,12 @@ from typing import Any, Literal
 
 from levanter.config.validators import FiniteFloat, PositiveFloat, PositiveInt
 from levanter.layers.attention.grouped import AttentionSpec, attended_pairs
+from levanter.layers.embedding import ValueEmbeddingSpec
+from levanter.layers.embedding_residual import MIDDLE, X0, EmbeddingResidual
 from levanter.layers.mlp import MlpSpec
 from levanter.layers.norm import NormSpec
 from levanter.layers.rotary import ClockwiseRotary, DefaultRotaryConfig, RotaryConfig
-from levanter.layers.value_embedding import ValueEmbeddingSpec
 from levanter.models.decoder.pattern import FULL, SLIDING, PatternedConfig
-from levanter.models.nanochat.residual import MIDDLE, X0, NanochatResidual
 from levanter.models.registry import LmConfig
 
 HEAD_SIZE = 128
@@ -72,6 +72,7 @@ class NanochatAttentionSpec(AttentionSpec):
     """Attention whose operations are counted as nanochat does: a window of W earlier keys counts W."""
 
     def sequence_flops(self, length: int, *, attention: Literal["causal", "full"]) -> int:
+        # `causal` counts the pairs that the mask shows; only the convention of MFU is nanochat's.
         if attention == "causal" or self.window is None:
             return super().sequence_flops(length, attention=attention)
         return 4 * self.query_features * attended_pairs(length, window=self.window - 1, attention=attention)
@@ -123,7 +124,7 @@ class NanochatConfig(PatternedConfig):
     final_logit_softcapping: PositiveFloat | None = 15.0
 
     @classmethod
-    def for_depth(cls, depth: int, **changes: Any) -> "NanochatConfig":
+    def for_depth(cls, depth: int, **changes: object) -> "NanochatConfig":
         """The model of the miniseries with so many layers.
 
         Args:
@@ -136,7 +137,8 @@ class NanochatConfig(PatternedConfig):
         """
         width, heads = width_of_depth(depth)
         sizes = {"hidden_dim": width, "intermediate_dim": 4 * width, "num_heads": heads, "num_kv_heads": heads}
-        return cls(**{"num_layers": depth, **sizes, **changes})
+        fields: dict[str, Any] = {"num_layers": depth, **sizes, **changes}
+        return cls(**fields)
 
     @property
     def kinds(self) -> Mapping[str, str]:
@@ -147,6 +149,7 @@ class NanochatConfig(PatternedConfig):
 
     def layer_type(self, layer: int) -> str:
         # The last layer sees all tokens whatever the pattern, but a list of types says what each layer is.
+        # With windows in all layers, the output could not depend on the first tokens of a long text.
         is_last = layer == self.num_layers - 1 and self.layer_types is None
         return FULL if is_last else super().layer_type(layer)
 
@@ -155,6 +158,8 @@ class NanochatConfig(PatternedConfig):
         """How many keys a query of an S layer sees, itself included."""
         if self.sliding_window is not None:
             return self.sliding_window
+        # nanochat's kernel sees W tokens to the left and the token itself, so W = 512 is 513 keys; its own comment
+        # about 2,048 tokens says 768, which its code does not compute.
         quarter = -(-self.max_seq_len // self.window_divisor)
         return -(-quarter // TILE) * TILE + 1
 
@@ -163,6 +168,7 @@ class NanochatConfig(PatternedConfig):
 
     def has_value_embedding(self, layer: int) -> bool:
         """Whether a layer adds rows of a table to its values."""
+        # Counted from the last layer, so that it always has a table.
         return self.value_embeddings and layer % 2 == (self.num_layers - 1) % 2
 
     @property
@@ -170,13 +176,15 @@ class NanochatConfig(PatternedConfig):
         return NormSpec(eps=self.layer_norm_epsilon, use_weight=False)
 
     @property
-    def residual(self) -> NanochatResidual:
-        return NanochatResidual(
+    def residual(self) -> EmbeddingResidual:
+        return EmbeddingResidual(
             norm=self.norm, norms=self.norms, scalars=self.residual_scalars, smear=self.smear, backout=self.backout
         )
 
     @property
     def captures(self) -> Mapping[str, int]:
+        # The stream before the first layer: a constant of all layers, outside of the scan's carry, which is saved once
+        # for the backward pass.
         x0 = {X0: 0} if self.residual_scalars else {}
         # Behind the layer with the number ⌊n/2⌋, counted from 0; a model of one layer has no other.
         middle = {MIDDLE: min(self.num_layers // 2 + 1, self.num_layers)} if self.backout is not None else {}
@@ -188,6 +196,7 @@ class NanochatConfig(PatternedConfig):
 
     @property
     def earlier_token_ids(self) -> int:
+        # Smear reads the previous token's embedding, which its id determines.
         return max(super().earlier_token_ids, int(self.smear))
 
     @property
@@ -205,6 +214,7 @@ class NanochatConfig(PatternedConfig):
     @property
     def rope_clockwise(self) -> RotaryConfig:
         """The rotary embeddings of all layers: `rope`, turning by −θ."""
+        # A property, since YAML has no key for the direction: `rope:` configures everything else.
         return ClockwiseRotary(inner=self.rope)
 
     def rotary(self, layer: int) -> str | None:
@@ -220,6 +230,7 @@ class NanochatConfig(PatternedConfig):
 
     def layer_attention(self, layer: int) -> AttentionSpec:
         # Ids are below `vocab_size`: a table needs no rows that are added so that a mesh divides the vocabulary.
+        # Without `vocab_size` the config is refused below; the sizes of its specs do not matter.
         table = ValueEmbeddingSpec(rows=self.vocab_size or 1) if self.has_value_embedding(layer) else None
         return dataclasses.replace(super().layer_attention(layer), value_embedding=table)
 
@@ -232,17 +243,14 @@ class NanochatConfig(PatternedConfig):
         if self.value_embeddings and self.vocab_size is None:
             problems.append("model.vocab_size is null; the tables of value embeddings have as many rows: set it")
         if SLIDING in self.types and self.short_window > self.max_seq_len:
-            problems.append(
-                f"model.sliding_window {self.short_window} is longer than max_seq_len {self.max_seq_len}, so S layers "
-                "would see all tokens; use pattern: L"
-                if self.sliding_window is not None
-                else f"model.max_seq_len {self.max_seq_len}: the short window, 1/{self.window_divisor} of it rounded up "
-                f"to a multiple of {TILE}, is not shorter; set model.sliding_window, or pattern: L"
+            reason = (
+                f"model.max_seq_len {self.max_seq_len}: its short window, 1/{self.window_divisor} in tiles of {TILE}"
+                if self.sliding_window is None
+                else f"model.sliding_window {self.sliding_window} for max_seq_len {self.max_seq_len}"
             )
+            problems.append(f"{reason}, is not shorter than all tokens; set model.sliding_window, or pattern: L")
         if self.smear and self.hidden_dim < 24:
-            problems.append(
-                f"model.hidden_dim {self.hidden_dim}: the gate of smear reads 24 features; set smear: false"
-            )
+            problems.append(f"model.hidden_dim {self.hidden_dim}: smear's gate reads 24 features; set smear: false")
         return problems
 
 
@@ -252,6 +260,7 @@ def width_of_depth(depth: int) -> tuple[int, int]:
     >>> width_of_depth(12), width_of_depth(13)
     ((768, 6), (896, 7))
     """
+    # Heads are 128 wide, so an odd depth is rounded up to the width of the next even one.
     heads = -(-depth * WIDTH_PER_LAYER // HEAD_SIZE)
     return heads * HEAD_SIZE, heads
 
@@ -273,6 +282,7 @@ def parameter_counts(config: NanochatConfig, vocab: int | None = None) -> dict[s
     scalars = 2 * config.num_layers * config.residual_scalars
     counts = {
         "wte": rows * config.hidden_dim,
+        # A table has no rows for ids that only pad the vocabulary.
         "value_embeds": tables * ids * config.KVHead.size * config.HeadSize.size,
         "lm_head": rows * config.hidden_dim,
         "transformer_matrices": sum(layer.matmul_parameters for layer in config.layers),

@@ -1,8 +1,14 @@
-"""nanochat's residual stream: scalars of each layer, the embedded tokens in all layers, smear and backout.
+"""A residual stream into which the embedded tokens are mixed everywhere (karpathy/nanochat).
 
 A layer begins with `r·x + s·x0`, whose result its mixer reads and is added to; x0 is what the first layer reads. Before
-the first layer is a smear (`layers.smear`), and before the final norm a multiple of the middle layer's output is
-subtracted.
+the first layer, *smear* adds a part of the previous token's embedding to each token:
+
+    x_t + scale · σ(gate · x_t[:channels]) · x_{t−1}
+
+Before the final norm, *backout* subtracts a multiple of the middle layer's output.
+
+The first token of a text has no previous one. A sequence that is packed in segments is several texts; one without
+segments is a single text, whatever documents it was cut from.
 """
 
 from dataclasses import dataclass
@@ -15,11 +21,41 @@ from haliax import Axis, NamedArray
 
 from haliax_ext.mapping import shard_residual
 from levanter.layers.context import ForwardContext
+from levanter.layers.linear import Linear
 from levanter.layers.residual import PlainRule, ResidualRule, ResidualSpec
-from levanter.layers.smear import Smear
 
 X0, MIDDLE = "x0", "middle"
 """Constants of the forward pass: what the first layer reads, and the middle layer's output."""
+
+
+class Smear(eqx.Module):
+    """Adds a part of the previous token's embedding.
+
+    Attributes:
+        scale: of what is added; 0 at first, so that smear changes nothing.
+        gate: from the leading features to one number.
+    """
+
+    scale: NamedArray
+    gate: Linear
+
+    @staticmethod
+    def init(channels: int = 24) -> "Smear":
+        """A smear that adds nothing, with a gate of zeros."""
+        Channel = Axis("gate_channel", channels)
+        return Smear(
+            scale=hax.zeros((), dtype=jnp.float32),
+            gate=Linear(weight=hax.zeros((Channel,), dtype=jnp.float32), bias=None, In=(Channel.name,)),
+        )
+
+    def __call__(self, x: NamedArray, context: ForwardContext) -> NamedArray:
+        """Maps embedded tokens `[…, position, embed]` to the same axes."""
+        # A gate of one number for each token: its matrix has one axis, so optimizers of matrices leave it to AdamW.
+        Channel = self.gate.operand.axes[-1]
+        with jax.named_scope("smear"):
+            leading = x["embed", 0 : Channel.size].rename({"embed": Channel.name})
+            gate = self.scale * hax.nn.sigmoid(self.gate(leading))
+            return x + (gate * context.embedded_before(x)).rearrange(x.axes)
 
 
 class MixedWithEmbedding(eqx.Module):
@@ -43,11 +79,11 @@ class MixedWithEmbedding(eqx.Module):
         return shard_residual(self.read(stream, context) + branch)
 
 
-class NanochatEnds(eqx.Module):
+class SmearBackoutEnds(eqx.Module):
     """Smear at the beginning of the stream, backout at its end; None for a part that the model does not have.
 
     Attributes:
-        smear: see `layers.smear`.
+        smear: see the module.
         backout_scale: of the middle layer's output, which is subtracted.
     """
 
@@ -56,6 +92,7 @@ class NanochatEnds(eqx.Module):
 
     def enter(self, x: NamedArray, context: ForwardContext) -> NamedArray:
         """The embedded tokens, each with a part of the previous one."""
+        # The result is x0 of all layers: it contains the smear.
         return x if self.smear is None else self.smear(x, context)
 
     def leave(self, stream: NamedArray, context: ForwardContext) -> NamedArray:
@@ -64,7 +101,7 @@ class NanochatEnds(eqx.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NanochatResidual(ResidualSpec):
+class EmbeddingResidual(ResidualSpec):
     """The configuration of the stream.
 
     Attributes:
@@ -79,6 +116,7 @@ class NanochatResidual(ResidualSpec):
 
     @property
     def any_order(self) -> bool:
+        # In zigzag order, the entry before a token is not the token before it.
         return not self.smear
 
     def init(self, Embed: Axis, branches: int, *, key: jax.Array) -> tuple[ResidualRule, ...]:
@@ -88,9 +126,10 @@ class NanochatResidual(ResidualSpec):
         one, zero = hax.ones((), dtype=jnp.float32), hax.zeros((), dtype=jnp.float32)
         return (MixedWithEmbedding(stream_scale=one, x0_scale=zero), PlainRule())[:branches]
 
-    def init_ends(self, Embed: Axis, *, key: jax.Array) -> NanochatEnds:
+    def init_ends(self, Embed: Axis, *, key: jax.Array) -> SmearBackoutEnds:
+        # Nothing here is random; the family draws the gate of smear.
         del Embed, key
-        return NanochatEnds(
+        return SmearBackoutEnds(
             smear=Smear.init() if self.smear else None,
             backout_scale=None if self.backout is None else hax.full((), self.backout, dtype=jnp.float32),
         )
