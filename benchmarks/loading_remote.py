@@ -215,12 +215,12 @@ def kernel_seconds():
 def measure(name: str, url: str, args: argparse.Namespace) -> dict:
     """One load in this process."""
     import jax
+    from levanter.distributed.barrier import barrier
 
     from haliax_ext.loading import load
     from levanter.commands.cli.lifecycle import join_processes
     from levanter.compat.hf.index import open_weights
     from levanter.compat.hf.repository import RemoteFolder
-    from levanter.distributed.barrier import barrier
     from levanter.distributed.compile_barrier import jit_together
     from levanter.distributed.initialize import DistributedConfig
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from levanter.distributed.barrier import current_peers
+from levanter.distributed.agreement import current_peers
 
 FRAME = 48 * 1024
 """Characters of a frame; a message that is longer goes in several."""

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from haliax_ext.errors import gib
 from haliax_ext.program import Program
 from haliax_ext.pytree import PyTree
-from levanter.distributed.barrier import barrier
+from levanter.distributed.agreement import barrier
 from levanter.hardware.memory import host_memory
 from levanter.io.progress import duration
 from levanter.runplan import DoesNotFitError

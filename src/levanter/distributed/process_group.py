@@ -14,7 +14,7 @@ from typing import Protocol
 import jax
 from jax._src import distributed
 
-from levanter.distributed.barrier import current_peers
+from levanter.distributed.agreement import current_peers
 from levanter.distributed.peers import PeerLostError, Peers
 
 _KEPT_ANSWERS = 200

@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.processes import free_port
 
-from levanter.distributed import barrier as barriers
-from levanter.distributed import coordinator, peers, rendezvous
-from levanter.distributed.barrier import (
+from levanter.distributed import agreement, coordinator, peers, rendezvous
+from levanter.distributed.agreement import (
     agreed,
     agreed_stop,
     barrier,
@@ -353,7 +352,7 @@ def test_which_of_many_values_differ_is_listed(monkeypatch):
         def peers(self):
             return mine.peers
 
-    monkeypatch.setattr(barriers, "_current", Current())
+    monkeypatch.setattr(agreement, "_current", Current())
 
     def run(number, values):
         mine.peers = found[number]

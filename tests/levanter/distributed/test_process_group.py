@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.processes import free_port
 
-from levanter.distributed.barrier import set_peers
+from levanter.distributed.agreement import set_peers
 from levanter.distributed.peers import Timeouts
 from levanter.distributed.process_group import PeerGroup, SingleProcess, process_group
 from levanter.distributed.rendezvous import ProcessPlace, connect_peers

@@ -13,7 +13,7 @@ import numpy as np
 from haliax_ext.sources import TensorSource
 from levanter.config import plain
 from levanter.data import EvalSequences
-from levanter.distributed.barrier import current_peers, require_same, require_same_values
+from levanter.distributed.agreement import current_peers, require_same, require_same_values
 
 _LONGEST_VALUE = 60
 _PER_PROCESS_KEYS = ("trainer.distributed",)

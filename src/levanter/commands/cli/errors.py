@@ -22,7 +22,7 @@ from levanter.commands.cli.lifecycle import (
 )
 from levanter.commands.cli.signals import Interrupts, interrupts_retained
 from levanter.config import HelpRequested, arguments_for, load_written
-from levanter.distributed.barrier import current_peers
+from levanter.distributed.agreement import current_peers
 from levanter.io import OutputError, output_is_lost, prepare_streams, setup_logging, store_error
 from levanter.io.stdout import for_errors, printable
 from levanter.io.write_errors import NO_SPACE, output_error

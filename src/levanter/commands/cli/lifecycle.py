@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from levanter.base.exit_codes import INTERNAL_ERROR, INTERRUPTED, OK, PEER_LOST, PREEMPTED
-from levanter.distributed.barrier import barrier, current_peers, set_peers
+from levanter.distributed.agreement import barrier, current_peers, set_peers
 from levanter.distributed.initialize import (
     DistributedConfig,
     find_process_place,

@@ -21,7 +21,7 @@ from levanter.commands.cli.lifecycle import is_idle_process
 from levanter.commands.cli.outputs import try_outputs
 from levanter.commands.cli.signals import raise_if_interrupted
 from levanter.config import ExplicitKeys, load_written, plain
-from levanter.distributed.barrier import agreed
+from levanter.distributed.agreement import agreed
 from levanter.io import printing_may_fail, setup_logging
 from levanter.io.names import name_problem
 from levanter.io.stdout import printable

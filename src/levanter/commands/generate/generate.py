@@ -31,7 +31,7 @@ from levanter.commands.generate.prompts import prompt_reader
 from levanter.commands.generate.terminal import Terminal, at_terminal
 from levanter.config import ExplicitKeys, plain
 from levanter.data.incremental_detokenizer import REPLACEMENT
-from levanter.distributed.barrier import agreed
+from levanter.distributed.agreement import agreed
 from levanter.inference.detokenizer import ChoiceText
 from levanter.inference.engine import NOT_FINITE, Engine, make_schedule
 from levanter.inference.jsonl import InvalidLine, request_lines

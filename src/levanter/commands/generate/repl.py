@@ -27,7 +27,7 @@ from levanter.commands.generate.repl_config import ELSEWHERE, InferenceReplConfi
 from levanter.commands.generate.terminal import SessionStats, Terminal, at_terminal
 from levanter.config import ExplicitKeys
 from levanter.config.errors import did_you_mean
-from levanter.distributed.barrier import agreed
+from levanter.distributed.agreement import agreed
 from levanter.inference.engine import make_schedule
 from levanter.io import Output
 from levanter.runplan import Check, EntryPoint, RunPlan, Session, Target

@@ -28,7 +28,7 @@ from levanter.commands.model.pretrained import load_pretrained
 from levanter.commands.model.scoring_common import result_output
 from levanter.commands.model.text_generator import ProcessEngine, TextGenerator, process_engine
 from levanter.config import ExplicitKeys
-from levanter.distributed.barrier import is_process_0
+from levanter.distributed.agreement import is_process_0
 from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.harness import results
 from levanter.eval.harness.broadcast import follow_process_0, lead_processes

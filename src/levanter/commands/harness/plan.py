@@ -17,7 +17,7 @@ from levanter.commands.model.scoring_common import configured_rows, output_key
 from levanter.commands.model.source import ModelBlock
 from levanter.commands.model.unsupported import unsupported_option_checks
 from levanter.config import ExplicitKeys
-from levanter.distributed.barrier import is_process_0
+from levanter.distributed.agreement import is_process_0
 from levanter.eval.harness.encoding import HarnessError
 from levanter.eval.harness.results import read_run
 from levanter.eval.harness.task_discovery import DiscoveredTasks, discover_tasks

@@ -22,7 +22,7 @@ from levanter.commands.memorize.plan import BookJob, MemorizationWork, OpenJob
 from levanter.commands.memorize.resume import open_store, write_results
 from levanter.commands.model.pretrained import PretrainedModel, load_pretrained
 from levanter.config import plain
-from levanter.distributed.barrier import barrier, require_same
+from levanter.distributed.agreement import barrier, require_same
 from levanter.io import Output, Progress, is_remote, join
 from levanter.memorization.books import flat, weights_digest
 from levanter.memorization.outputs import CURVES, DEFAULT_NAMES, SUMMARY

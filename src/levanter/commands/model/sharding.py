@@ -30,7 +30,7 @@ from haliax_ext.rules import WeightMismatchError, WeightRules
 from haliax_ext.sources import TensorSource
 from levanter.commands.cli.consistency import require_same_weights
 from levanter.commands.model.source import ModelSource
-from levanter.distributed.barrier import barrier
+from levanter.distributed.agreement import barrier
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Progress
 from levanter.mesh import MeshConfig, ResolvedMesh, resolve

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from levanter.data import Tokenizer
-from levanter.distributed.barrier import current_peers
+from levanter.distributed.agreement import current_peers
 from levanter.distributed.broadcast import WAIT_SECONDS
 from levanter.eval.harness.encoding import HarnessError
 from levanter.eval.harness.generation import Continuation

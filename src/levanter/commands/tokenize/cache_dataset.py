@@ -38,7 +38,7 @@ from levanter.data.cache_staleness import changed_files, compare_sources, stale_
 from levanter.data.manifest import StoreError, StoreIdentity
 from levanter.data.store import StoredTokens
 from levanter.data.train_builder import store_identity
-from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, is_process_0, process_0_first
+from levanter.distributed.agreement import ONE_FOR_ALL_SECONDS, is_process_0, process_0_first
 from levanter.io import Output, Progress, probe
 from levanter.io.progress import amount, duration
 from levanter.runplan import BAD_INPUT, RunRefused

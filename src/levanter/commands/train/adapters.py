@@ -18,7 +18,7 @@ from levanter.compat.hf.export import ExportExtras, plan_export, tokenizer_docum
 from levanter.compat.hf.peft import PeftAdapter, PeftPlan, gather_adapter, open_peft, plan_peft, write_peft
 from levanter.compat.hf.peft.merge import MergedTensors, copied_tensors, rounding_lines, stored_leaves
 from levanter.compat.hf.tokenizer import FastTokenizer
-from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, barrier
+from levanter.distributed.agreement import ONE_FOR_ALL_SECONDS, barrier
 from levanter.io import join
 from levanter.models.adapters.lora import Adapters
 from levanter.models.adapters.lora_targets import KEY, AdapterError, TargetGroup, find_targets, target_groups

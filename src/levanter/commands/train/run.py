@@ -34,7 +34,7 @@ from levanter.commands.train.run_dirs import (
 from levanter.commands.train.saving import Saver, build_checkpointer, last_checkpoint
 from levanter.commands.train.task import TASK, Running, TrainingEvaluation, TrainingRows
 from levanter.commands.train.work import Trained, TrainPlan, TrainWork
-from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed_stop, process_0_first, require_same
+from levanter.distributed.agreement import ONE_FOR_ALL_SECONDS, agreed_stop, process_0_first, require_same
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Lease, Progress
 from levanter.runplan import Session

@@ -19,7 +19,7 @@ from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.task import Running
 from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import Tokenizer
-from levanter.distributed.barrier import agreed
+from levanter.distributed.agreement import agreed
 from levanter.inference.prompts import PromptReader, PromptRequest, PromptRules
 from levanter.inference.requests import Request
 from levanter.inference.scheduler import RefusedError

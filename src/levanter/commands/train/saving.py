@@ -16,7 +16,7 @@ from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.compat.hf.export import ExportExtras, export
 from levanter.compat.hf.tokenizer import FastTokenizer
 from levanter.config import plain
-from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed, barrier
+from levanter.distributed.agreement import ONE_FOR_ALL_SECONDS, agreed, barrier
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Lease, Progress
 from levanter.models.base import LmHeadModel

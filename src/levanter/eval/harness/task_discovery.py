@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from levanter.data.chat import ChatTemplate
-from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed, current_peers, is_process_0
+from levanter.distributed.agreement import ONE_FOR_ALL_SECONDS, agreed, current_peers, is_process_0
 from levanter.eval.harness.batch_shapes import RowLimits, fit_shapes
 from levanter.eval.harness.config import HarnessConfig
 from levanter.eval.harness.encoding import HarnessError, Query, QueryEncoder

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from levanter.distributed.barrier import barrier
+from levanter.distributed.agreement import barrier
 
 AXES = ("data", "replica", "model")
 

@@ -28,7 +28,7 @@ from levanter.commands.evaluate.needles.config import EvalNeedlesConfig
 from levanter.commands.evaluate.needles.plan import NAME, NeedleWork, describe
 from levanter.commands.model.pretrained import load_pretrained
 from levanter.config import ExplicitKeys
-from levanter.distributed.barrier import agreed, is_process_0, require_same
+from levanter.distributed.agreement import agreed, is_process_0, require_same
 from levanter.distributed.compile_barrier import jit_together
 from levanter.eval.needles.page import needle_page
 from levanter.eval.needles.program import program_name

@@ -26,7 +26,7 @@ from levanter.commands.train.dpo.setup import SCORE, Preferences
 from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import DataError, PairRows
 from levanter.data.reference_store import ReferenceStore, pairs_digest
-from levanter.distributed.barrier import ONE_FOR_ALL_SECONDS, agreed, barrier, is_process_0
+from levanter.distributed.agreement import ONE_FOR_ALL_SECONDS, agreed, barrier, is_process_0
 from levanter.distributed.compile_barrier import jit_together
 from levanter.io import Progress, join, leased
 from levanter.models.precision import Precision

@@ -20,7 +20,7 @@ from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.task import Running
 from levanter.commands.train.trained_run import TrainedRun
 from levanter.data import Tokenizer
-from levanter.distributed.barrier import is_process_0
+from levanter.distributed.agreement import is_process_0
 from levanter.eval.harness.broadcast import follow_process_0, lead_processes
 from levanter.eval.harness.config import listed
 from levanter.eval.harness.driver import run_tasks, select_samples

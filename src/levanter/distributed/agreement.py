@@ -1,4 +1,6 @@
-"""Barriers of the run that this process is part of, for code that does not hold its `Peers`.
+"""What the processes of a run agree on: that all are here, one value for all, the step to stop after.
+
+For code that does not hold the `Peers` of this process:
 
     barrier("loading")                        all processes are here, or an error that lists which are missing
     id_ = agreed("run id", random_id())       process 0's value
