@@ -24,6 +24,7 @@ $(BIN)/.dev: pyproject.toml $(BIN)/.core
 
 demo: $(BIN)/.core  ## score real text with a real model on 8 virtual CPU devices
 	$(CPU8) $(BIN)/python -m levanter.main.eval_lm --config_path config/eval/demo.yaml
+	@echo "The environment is $(VENV). To use it: source $(BIN)/activate"
 
 demo-memorization: $(BIN)/.core  ## a model learns half a text; the report shows which half (<= 5 minutes)
 	JAX_PLATFORMS=cpu $(BIN)/python -m levanter.main.demo_memorization

@@ -3,7 +3,7 @@
     python examples/serve.py [MODEL]
 
 MODEL is a Hugging Face folder, a Hub id or a .gguf file; the default is the small model in `config/needles/tiny`. The
-server needs the extra `serve`: pip install 'levanter[serve]'.
+server needs the extra `serve`: pip install -e '.[serve]'.
 """
 
 import json

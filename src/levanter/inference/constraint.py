@@ -1,7 +1,7 @@
 """Constrained text (JSON, a JSON schema, a regular expression, a grammar), as masks of the next token.
 
 llguidance follows a text through a grammar and returns which tokens may come next, a bit for each. It is an optional
-dependency (`pip install 'levanter[constraint]'`) that only this file imports. A mask is made on the host for each
+dependency (`pip install 'levanter-fork[constraint]'`) that only this file imports. A mask is made on the host for each
 token, so a constrained row gets one token per decode call.
 """
 
@@ -216,7 +216,7 @@ def _llguidance():
         import llguidance
     except ImportError as error:
         raise ConstraintError(
-            "JSON, regular expressions and grammars need llguidance: pip install 'levanter[constraint]'"
+            "JSON, regular expressions and grammars need llguidance: pip install 'levanter-fork[constraint]'"
         ) from error
     return llguidance
 

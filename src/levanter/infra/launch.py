@@ -369,7 +369,7 @@ def list_files(tree: Path) -> list[str]:
     except subprocess.CalledProcessError as error:
         raise UsageError(
             f"{tree} is not a git repository, so the files to copy are unknown: run this in the project's folder, "
-            "or give --install 'levanter[tpu] @ git+https://…' or --image"
+            "or give --install 'levanter-fork[tpu] @ git+https://…' or --image"
         ) from error
     # `ls-files` lists a file with merge conflicts several times, and files that
     # are deleted in the working tree.

@@ -16,7 +16,7 @@ from levanter.infra.console import Console
 from levanter.infra.errors import INTERRUPTED, OK, LaunchError
 
 _MODULE = re.compile(r"levanter[./]main[./](\w+?)(?:\.py)?$")
-INSTALL = "pip install 'levanter[plan]'"
+INSTALL = "pip install 'levanter-fork[plan]'"
 WAY_PAST = "--plan_first=false skips preflight"
 
 

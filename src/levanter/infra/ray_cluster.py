@@ -19,7 +19,7 @@ from levanter.infra.worker_group import HostGone
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-INSTALL = "pip install 'levanter[ray]'"
+INSTALL = "pip install 'levanter-fork[ray]'"
 SLICE, WORKER = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id"
 _ANSWER_SECONDS = 60.0
 

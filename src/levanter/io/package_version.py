@@ -3,6 +3,9 @@
 import importlib.metadata
 import json
 
+DISTRIBUTION = "levanter-fork"
+"""The name that pip knows; the package is called `levanter`, as upstream's distributions of other names are."""
+
 UNKNOWN = "unknown"
 """The version of sources that are on the path but not installed."""
 
@@ -14,7 +17,7 @@ def version() -> str:
     sources; so the commit is omitted.
     """
     try:
-        distribution = importlib.metadata.distribution("levanter")
+        distribution = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return UNKNOWN
     # `direct_url.json` (PEP 610) is there for installations from a folder or a repository, not from an index.

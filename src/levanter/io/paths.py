@@ -100,7 +100,7 @@ def filesystem(path: str) -> tuple[Any, str]:
         fs, name = fsspec.core.url_to_fs(path)
     except ImportError as error:
         package = _PACKAGES.get(scheme)
-        hint = f": pip install {package} (or 'levanter[remote]')" if package else f" ({error})"
+        hint = f": pip install {package} (or 'levanter-fork[remote]')" if package else f" ({error})"
         raise ValueError(f"{path}: {scheme}:// needs one more package{hint}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from levanter.layers.attention.ring_splash import run_blocks
-from levanter.layers.attention.splash import splash_blocks
+from levanter.layers.attention.splash_blocks import splash_blocks
 from levanter.mesh.context_parallel import busiest_share
 from levanter.runplan import RunPlan, Searchable
 

@@ -16,7 +16,7 @@ from levanter.hardware import Accelerator
 
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 """Distributions that bring JAX's CUDA plugin; each depends on a second one (`…-pjrt`) with the compiler."""
-GPU_EXTRA = "pip install 'levanter[plan-gpu]'"
+GPU_EXTRA = "pip install 'levanter-fork[plan-gpu]'"
 
 
 class CompilerMissing(ValueError):
@@ -75,7 +75,7 @@ class TpuCompiler:
         if importlib.util.find_spec("libtpu") is None:
             raise CompilerMissing(
                 f"compiling for {target} needs the TPU compiler, which is not installed here: "
-                "pip install 'levanter[plan]' (a CPU machine is enough; without it, plan with --no-compile)"
+                "pip install 'levanter-fork[plan]' (a CPU machine is enough; without it, plan with --no-compile)"
             )
 
     def environment(self, pod: Accelerator) -> dict[str, str]:

@@ -23,7 +23,7 @@ from haliax_ext.mapping import Mappings
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import Accelerator, find_accelerator
 from levanter.layers.attention import ring_splash
-from levanter.layers.attention.splash import LANES
+from levanter.layers.attention.splash_blocks import LANES
 from levanter.mesh.context_parallel import method_from_mapping
 from levanter.models.registry import LmConfig
 from levanter.plan.calibration import kernel_efficiency

@@ -10,7 +10,7 @@ imported only in this package.
 
 from importlib.util import find_spec
 
-NOT_INSTALLED = "a server needs starlette and uvicorn: pip install 'levanter[serve]'"
+NOT_INSTALLED = "a server needs starlette and uvicorn: pip install 'levanter-fork[serve]'"
 
 
 def is_installed() -> bool:

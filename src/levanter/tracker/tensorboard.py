@@ -1,4 +1,4 @@
-"""TensorBoard, through `tensorboardX` (optional: `pip install 'levanter[tensorboard]'`)."""
+"""TensorBoard, through `tensorboardX` (optional: `pip install 'levanter-fork[tensorboard]'`)."""
 
 import importlib
 import json
@@ -118,7 +118,7 @@ class TensorboardConfig(TrackerConfig):
             tensorboardX = importlib.import_module("tensorboardX")
         except ModuleNotFoundError as error:
             raise ValueError(
-                "tracker `tensorboard` needs the package tensorboardX: pip install 'levanter[tensorboard]'"
+                "tracker `tensorboard` needs the package tensorboardX: pip install 'levanter-fork[tensorboard]'"
             ) from error
         folder = self._folder(run_id)
         return TensorboardTracker(

@@ -153,7 +153,7 @@ def test_tokenizers_and_models_that_cannot_be_constrained(constraints):
 
 def test_without_llguidance_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConstraintError, match=r"need llguidance: pip install 'levanter\[constraint\]'"):
+    with pytest.raises(ConstraintError, match=r"need llguidance: pip install 'levanter-fork\[constraint\]'"):
         Constraints(TOKENIZER.definition, vocab_size=PADDED, ends=[END]).start(ConstraintSpec(kind="json_object"))
 
 

@@ -47,7 +47,7 @@ def test_stand_in_without_the_extra(stand_in, capsys, monkeypatch):
     assert main([*POD, "--", "python", "-m", "levanter.main.eval_lm", "--config_path", "config/eval/demo.yaml"]) == 2
     error = capsys.readouterr().err
     assert stand_in.calls == []
-    assert "pip install 'levanter[plan]'" in error and "--plan_first=false" in error and "libtpu is not" in error
+    assert "pip install 'levanter-fork[plan]'" in error and "--plan_first=false" in error and "libtpu is not" in error
 
 
 def test_stand_in_what_cannot_be_planned_says_the_way_past(stand_in, capsys):

@@ -276,7 +276,7 @@ def test_bad_command_lines(capsys, monkeypatch):
 def test_without_ray_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["--tpu", "v4-16", "--", "true"]) == 2
-    assert "pip install 'levanter[ray]'" in capsys.readouterr().err
+    assert "pip install 'levanter-fork[ray]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -70,14 +70,14 @@ def test_a_crash_shows_the_last_lines_and_the_program():
 
 def test_without_the_tpu_compiler_the_install_line_is_shown(monkeypatch):
     monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CompilerMissing, match=r"compiling for v4-256 .*pip install 'levanter\[plan\]'"):
+    with pytest.raises(CompilerMissing, match=r"compiling for v4-256 .*pip install 'levanter-fork\[plan\]'"):
         compile_programs("x:y", {}, target="v4-256")
 
 
 @pytest.mark.parametrize(
     ("plugin", "line"),
     [
-        (None, r"needs XLA's GPU compiler, which is not installed here: pip install 'levanter\[plan-gpu\]'"),
+        (None, r"needs XLA's GPU compiler, which is not installed here: pip install 'levanter-fork\[plan-gpu\]'"),
         (("jax-cuda13-plugin", "0.1"), r".*jax-cuda13-plugin is 0\.1: pip install jax-cuda13-plugin=="),
     ],
 )

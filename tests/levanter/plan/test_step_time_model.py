@@ -8,7 +8,8 @@ import pytest
 from haliax_ext.hlo import AxisSpan, Collective, CompiledFigures, Kernel, Scope, Shape
 from haliax_ext.meshspec import MeshSpec
 from levanter.hardware import parse_accelerator
-from levanter.layers.attention.splash_tables import Rule, Settings, SplashBlocks, static_kernel
+from levanter.layers.attention.splash_blocks import SplashBlocks
+from levanter.layers.attention.splash_tables import Rule, Settings, static_kernel
 from levanter.plan.calibration import KERNEL_EFFICIENCY, kernel_efficiency
 from levanter.plan.comms import Network
 from levanter.plan.report.timing import suspicions

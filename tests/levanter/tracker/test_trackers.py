@@ -198,7 +198,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("config", "module", "install"),
     [
-        (TensorboardConfig(), "tensorboardX", r"pip install 'levanter\[tensorboard\]'"),
+        (TensorboardConfig(), "tensorboardX", r"pip install 'levanter-fork\[tensorboard\]'"),
         (TrackioConfig(), "trackio", "pip install trackio"),
     ],
 )

@@ -1,7 +1,7 @@
 """Checks of a plan on layers: how many are compiled separately, and whether sharded positions suit the kernel."""
 
 from haliax_ext.errors import IndivisibleError
-from levanter.layers.attention.splash import LANES
+from levanter.layers.attention.splash_blocks import LANES
 from levanter.mesh import ResolvedMesh
 from levanter.mesh.context_parallel import num_runs
 from levanter.models.registry import LmConfig

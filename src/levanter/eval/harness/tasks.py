@@ -23,7 +23,7 @@ from levanter.config.errors import did_you_mean
 from levanter.eval.harness.config import HarnessConfig, HarnessTaskConfig
 from levanter.eval.harness.encoding import HarnessError
 
-INSTALL = 'pip install "levanter[harness]"'
+INSTALL = "pip install 'levanter-fork[harness]'"
 FEWSHOT_SEED = 1234
 """lm_eval's seed for the choice of few-shot examples."""
 RANDOM_SEED = 0

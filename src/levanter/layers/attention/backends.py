@@ -13,7 +13,7 @@ else `default_backend` for the sequence length.
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import haliax as hax
 import jax
@@ -26,17 +26,16 @@ from haliax_ext.mapping import ways_in_scope
 from levanter.layers.attention.blockwise import blockwise_attention
 from levanter.layers.attention.mask import AttentionMask
 from levanter.layers.attention.reference import reference_attention
-from levanter.layers.attention.ring import RingStep, ring_attention
-from levanter.layers.attention.ring_reference import ReferenceRingStep
-from levanter.layers.attention.ring_splash import splash_ring_step
-from levanter.layers.attention.splash import (
+from levanter.layers.attention.splash_blocks import (
     LANES,
     SplashBlocks,
-    splash_attention,
     splash_blocks,
     splash_mask_obstacle,
     splash_obstacle,
 )
+
+if TYPE_CHECKING:
+    from levanter.layers.attention.ring import RingStep
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +242,9 @@ def attend(
     # A ring takes precedence over the backend's own path: no device has all keys.
     name = choice.name
     if ways_in_scope("key_position") > 1:
+        # The ring and Pallas's kernel for TPUs are imported by the runs that use them.
+        from levanter.layers.attention.ring import ring_attention
+
         ring_step = _ring_step(choice, soft_cap)
         return ring_attention(q, k, v, mask, softmax_scale=softmax_scale, ring_step=ring_step, sinks=sinks)
     # The choice was made from the config, before the mask was known; a mask that the kernel cannot apply is met here.
@@ -253,6 +255,8 @@ def attend(
     if name == "reference":
         run = reference_attention
     elif name == "splash":
+        from levanter.layers.attention.splash import splash_attention
+
         run = functools.partial(splash_attention, block_size=choice.block_size)
     elif name == "blockwise":
         run = functools.partial(blockwise_attention, block_size=choice.block_size or DEFAULT_BLOCK)
@@ -265,16 +269,20 @@ def attend(
     return jax_native_attention(q, k, v, mask, softmax_scale=softmax_scale, implementation=implementation)
 
 
-def _ring_step(choice: BackendChoice, soft_cap: float | None) -> RingStep:
+def _ring_step(choice: BackendChoice, soft_cap: float | None) -> "RingStep":
     """The attention step that each device of a ring runs per hop.
 
     Raises:
         ValueError: the backend cannot run in a ring.
     """
     if choice.name in ("reference", "blockwise"):
+        from levanter.layers.attention.ring_reference import ReferenceRingStep
+
         block = None if choice.name == "reference" else choice.block_size or DEFAULT_BLOCK
         return ReferenceRingStep(soft_cap=soft_cap, block=block)
     if choice.name == "splash":
+        from levanter.layers.attention.ring_splash import splash_ring_step
+
         return splash_ring_step(soft_cap=soft_cap, block_size=choice.block_size)
     raise ValueError(
         f"attention by {choice.name} in a ring: JAX's function does not return the log-sum-exp that merges partial "

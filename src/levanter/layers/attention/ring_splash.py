@@ -20,13 +20,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 import levanter.layers.attention.lse_merge as lse_merge
 from levanter.layers.attention.reference import HIDDEN
 from levanter.layers.attention.ring import Arrays, VisibleKeys
-from levanter.layers.attention.splash import BLOCKS
+from levanter.layers.attention.splash_blocks import BLOCKS, MAX_MARKED_KEYS, SplashBlocks
 from levanter.layers.attention.splash_tables import (
-    MAX_MARKED_KEYS,
     LimitRule,
     Rule,
     Settings,
-    SplashBlocks,
     Tables,
     tables_at,
 )

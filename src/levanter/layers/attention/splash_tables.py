@@ -18,29 +18,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as pallas_info
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import Mask, MultiHeadMask
 
+from levanter.layers.attention.splash_blocks import MAX_MARKED_KEYS, SplashBlocks
+
 Numbers = np.ndarray | jax.Array
 Tables = tuple[pallas_info.MaskInfo, pallas_info.MaskInfo, pallas_info.MaskInfo]
 """Block tables of the forward kernel, the dq kernel and the dkv kernel."""
-
-MAX_MARKED_KEYS = (1 << 16) - 1
-"""The largest key index that two limits in one 32-bit mark can represent; see `LimitRule`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplashBlocks:
-    """Block sizes of the kernel for one sequence length.
-
-    Attributes:
-        block: queries per block, and keys per block.
-        compute: keys of a block whose scores are computed at a time.
-        dq: queries and keys per block of the dq kernel, which computes all keys of a block at once.
-        padded: positions of a shard, padded to whole blocks.
-    """
-
-    block: int
-    compute: int
-    dq: int
-    padded: int
 
 
 @dataclass(frozen=True)

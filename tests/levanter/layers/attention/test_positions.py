@@ -17,9 +17,10 @@ from haliax import Axis
 
 from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope
 from haliax_ext.meshspec import MeshSpec
-from levanter.layers.attention import AttentionMask, BackendChoice, attend, backends, splash, splash_tables
-from levanter.layers.attention.splash import splash_attention, splash_mask_obstacle
-from levanter.layers.attention.splash_tables import LimitRule, Rule, SplashBlocks, query_marks, rule_by_marks, tables_at
+from levanter.layers.attention import AttentionMask, BackendChoice, attend, splash, splash_blocks
+from levanter.layers.attention.splash import splash_attention
+from levanter.layers.attention.splash_blocks import MAX_MARKED_KEYS, SplashBlocks, splash_mask_obstacle
+from levanter.layers.attention.splash_tables import LimitRule, Rule, query_marks, rule_by_marks, tables_at
 
 SCALE, CAP = 0.6, 1.5
 Batch, KVHead, Group, Size = Axis("batch", 2), Axis("kv_head", 2), Axis("q_heads_per_group", 2), Axis("head_size", 8)
@@ -213,7 +214,7 @@ def assert_formula(case: Case) -> None:
 
 @pytest.fixture(autouse=True)
 def emulated_kernel(monkeypatch):
-    monkeypatch.setattr(backends, "splash_attention", functools.partial(splash_attention, interpret=True))
+    monkeypatch.setattr(splash, "splash_attention", functools.partial(splash_attention, interpret=True))
 
 
 @pytest.mark.parametrize("case", covering(), ids=str)
@@ -290,8 +291,8 @@ def test_tables_hold_every_block_that_shows_something(rule, reordered):
 
 
 def test_two_limits_fit_in_a_mark():
-    stop = np.array([0, 1, 32767, 32768, splash_tables.MAX_MARKED_KEYS], np.int32)
-    for first in (0, 1, 40000, splash_tables.MAX_MARKED_KEYS):
+    stop = np.array([0, 1, 32767, 32768, MAX_MARKED_KEYS], np.int32)
+    for first in (0, 1, 40000, MAX_MARKED_KEYS):
         marks = LimitRule.of(jnp.full_like(stop, first), jnp.asarray(stop))
         np.testing.assert_array_equal(LimitRule.stop(marks), stop)
         np.testing.assert_array_equal(LimitRule.first(marks), first)
@@ -305,7 +306,7 @@ def test_more_keys_than_a_mark_can_limit_go_to_another_backend(caplog, monkeypat
     assert splash_mask_obstacle(AttentionMask.causal().with_positions(None, positions), keys=65_536) is None
     first = AttentionMask.causal(sliding_window=9).with_positions(None, positions["key_position", 0])
     assert splash_mask_obstacle(first, keys=65_536) is None
-    monkeypatch.setattr(splash, "MAX_MARKED_KEYS", 100)
+    monkeypatch.setattr(splash_blocks, "MAX_MARKED_KEYS", 100)
     with caplog.at_level(logging.WARNING):
         assert_formula(Case("window", "none", "permuted", (140, 140), "nothing", "splash"))
     assert "blockwise instead of splash: with a window" in caplog.text

@@ -22,7 +22,8 @@ from levanter.layers.attention.reference import reference_attention
 from levanter.layers.attention.ring import VisibleKeys, queries_are_fewer, ring_attention
 from levanter.layers.attention.ring_reference import ReferenceRingStep
 from levanter.layers.attention.ring_splash import SplashRingStep, run_blocks
-from levanter.layers.attention.splash_tables import SplashBlocks, tables_at
+from levanter.layers.attention.splash_blocks import SplashBlocks
+from levanter.layers.attention.splash_tables import tables_at
 from levanter.layers.attention.zigzag import natural, zigzag
 
 RING = Mappings(

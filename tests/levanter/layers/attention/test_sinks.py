@@ -17,7 +17,7 @@ from levanter.layers.attention import (
     BackendChoice,
     GroupedQueryAttention,
     attend,
-    backends,
+    splash,
 )
 from levanter.layers.attention.backends import choose_backend
 from levanter.layers.attention.grouped import AttentionSpec
@@ -45,7 +45,7 @@ CHOICES = {
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """The TPU's kernel on any machine."""
-    monkeypatch.setattr(backends, "splash_attention", functools.partial(splash_attention, interpret=True))
+    monkeypatch.setattr(splash, "splash_attention", functools.partial(splash_attention, interpret=True))
 
 
 def formula(shown: np.ndarray, soft_cap: float | None = None) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from levanter.layers.attention import AttentionMask, BackendChoice, attend, backends
+from levanter.layers.attention import AttentionMask, BackendChoice, attend, splash
 from levanter.layers.attention.splash import splash_attention
 
 LENGTH, CAP, SCALE, WINDOW = 150, 3.0, 0.6, 40
@@ -46,7 +46,7 @@ WINDOWS = [pytest.param(None, marks=pytest.mark.slow, id="whole"), pytest.param(
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "splash"])
 def test_equals_the_formula_and_its_derivative(backend, window, monkeypatch):
-    monkeypatch.setattr(backends, "splash_attention", functools.partial(splash_attention, interpret=True))
+    monkeypatch.setattr(splash, "splash_attention", functools.partial(splash_attention, interpret=True))
     choice = BackendChoice(name=backend, reason="", block_size=128 if backend == "splash" else 64)
 
     def loss(q, k, v, segments):

@@ -17,9 +17,10 @@ from haliax_ext.errors import IndivisibleError
 from haliax_ext.mapping import AxisMapping, Mappings, mappings_in_scope
 from haliax_ext.meshspec import MeshSpec
 from haliax_ext.program import Input, Program
-from levanter.layers.attention import AttentionMask, BackendChoice, attend, backends
-from levanter.layers.attention.splash import BLOCKS, splash_attention, splash_blocks, splash_obstacle
-from levanter.layers.attention.splash_tables import Rule, Settings, SplashBlocks, static_kernel
+from levanter.layers.attention import AttentionMask, BackendChoice, attend, splash
+from levanter.layers.attention.splash import splash_attention
+from levanter.layers.attention.splash_blocks import BLOCKS, SplashBlocks, splash_blocks, splash_obstacle
+from levanter.layers.attention.splash_tables import Rule, Settings, static_kernel
 from levanter.layers.attention.zigzag import natural, zigzag
 from levanter.models.scoring import next_tokens
 
@@ -182,7 +183,7 @@ def test_an_axis_that_does_not_divide_is_refused(devices):
 def test_inside_a_scan_with_recomputation(case, devices, monkeypatch):
     """Loss and gradients of a whole model, blocks scanned and rematerialized, equal those with the plain formula."""
     spec = MeshSpec.of(data=4, model=2)
-    monkeypatch.setattr(backends, "splash_attention", emulated)
+    monkeypatch.setattr(splash, "splash_attention", emulated)
     tokens = np.random.default_rng(0).integers(0, 256, (4, 40)).astype(np.int32)
 
     def run(config, mappings, mesh):
@@ -206,10 +207,10 @@ def test_inside_a_scan_with_recomputation(case, devices, monkeypatch):
         )
         return float(value), [np.asarray(g) for g in jax.tree.leaves(grads)]
 
-    splash, plain = (tiny_config(num_layers=2, attn_backend=name) for name in ("splash", "reference"))
-    mappings = llama_2d(splash) if case == "llama_2d" else mappings_for(splash, spec)
+    kernel_config, plain = (tiny_config(num_layers=2, attn_backend=name) for name in ("splash", "reference"))
+    mappings = llama_2d(kernel_config) if case == "llama_2d" else mappings_for(kernel_config, spec)
     expected = run(plain, Mappings(), MeshSpec.of(data=1).build(devices[:1]))
-    found = run(splash, mappings, spec.build(devices))
+    found = run(kernel_config, mappings, spec.build(devices))
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     for mine, theirs in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-5)

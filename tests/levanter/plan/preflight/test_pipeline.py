@@ -237,7 +237,7 @@ def test_without_the_tpu_compiler(evaluation, monkeypatch):
     monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: None)
     verdict = preflight(question("eval_lm", evaluation, "v4-16", compile=True))
     assert verdict.exit_code == 2
-    assert "pip install 'levanter[plan]'" in verdict.stages[3].findings[0]
+    assert "pip install 'levanter-fork[plan]'" in verdict.stages[3].findings[0]
     assert [stage.status for stage in verdict.stages[:3]] == ["ok"] * 3
 
 
