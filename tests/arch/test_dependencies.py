@@ -69,9 +69,9 @@ def normal(name: str) -> str:
 
 
 def declared(*extras: str) -> set[str]:
-    """Distributions of the core, or of extras."""
+    """Distributions of the core, or of extras; an extra that includes another of this project names nothing more."""
     lists = [PROJECT["optional-dependencies"][extra] for extra in extras] or [PROJECT["dependencies"]]
-    return {normal(re.split(r"[\s<>=!~;\[]", text, maxsplit=1)[0]) for one in lists for text in one}
+    return {normal(re.split(r"[\s<>=!~;\[]", text, maxsplit=1)[0]) for one in lists for text in one} - {PROJECT["name"]}
 
 
 CORE, EXTRAS = declared(), tuple(PROJECT["optional-dependencies"])
