@@ -36,7 +36,8 @@ def test_the_rows_that_are_planned_fit(tmp_path):
     for load in found["decode"]:
         assert load["floor"]["seconds"] < load["token_seconds"]["expected"]
         assert load["floor"]["binds"] in ("weights", "cache", "FLOPs", "links")
-        assert load["tokens_per_second_per_chip"] > 0 and load["dollars_per_million_tokens"] > 0
+        assert load["tokens_per_second_per_chip"] > 0
+    assert all(price["any"]["low"] > 0 for price in verdict["cost"]["dollars_per_million_tokens"])
     # A prompt of 8,192 tokens takes 0.77 s at peak.
     assert found["time_to_first_token"][-1]["seconds"]["expected"] > 0.77
     # Cycles as the compiler states them, links that nothing hides: less than three times what no program exceeds.

@@ -167,7 +167,6 @@ class DecodeCost:
         weight_flops: FLOPs of a token in products with weights, over all devices.
         sequence_flops: length of a sequence → FLOPs beyond those products, over all devices, under a causal mask.
         expert_count: experts of a layer, and experts of a token; None for a model without experts.
-        chip_hour_price: price of a chip per hour; None if it is not configured.
     """
 
     devices: int
@@ -199,7 +198,6 @@ class DecodeCost:
     weight_flops: float
     sequence_flops: Callable[[int], int]
     expert_count: tuple[int, int] | None = None
-    chip_hour_price: float | None = None
 
     @property
     def layers(self) -> int:
@@ -370,7 +368,6 @@ def decode_cost(
     counts_tokens: bool,
     automatic: bool = False,
     temp_bytes: int = ASSUMED_TEMP_BYTES,
-    chip_hour_price: float | None = None,
 ) -> DecodeCost:
     """The `DecodeCost` of a planned run.
 
@@ -379,7 +376,7 @@ def decode_cost(
         sharding: the shardings of its parameters.
         cache: the plan of the cache.
         vocab_size: entries of the head.
-        devices, steps, decode, prefill, automatic, temp_bytes, chip_hour_price: see `DecodeCost`.
+        devices, steps, decode, prefill, automatic, temp_bytes: see `DecodeCost`.
         counts_tokens: whether each row counts its tokens.
     """
     compute, mesh = cache.mappings.compute, sharding.mesh
@@ -428,7 +425,6 @@ def decode_cost(
         # The search asks for the same few lengths again and again.
         sequence_flops=functools.cache(functools.partial(config.sequence_flops, attention="causal")),
         expert_count=_experts(config),
-        chip_hour_price=chip_hour_price,
     )
 
 

@@ -81,7 +81,6 @@ class DecodeLoad:
         time: seconds for one token of every row, low, expected, high; None without a compiler.
         floor: lower bound of the time.
         chips: that share the work.
-        chip_hour_price: dollars; None where it is not configured.
     """
 
     rows: int
@@ -89,7 +88,6 @@ class DecodeLoad:
     time: tuple[float, float, float] | None
     floor: Roofline
     chips: int
-    chip_hour_price: float | None
 
     @property
     def seconds(self) -> float:
@@ -105,11 +103,6 @@ class DecodeLoad:
     def rate(self) -> float:
         """Tokens/s/chip."""
         return self.rows / self.seconds / self.chips
-
-    @property
-    def dollars(self) -> float | None:
-        """Dollars for a million tokens."""
-        return None if self.chip_hour_price is None else self.chip_hour_price / 3600 / self.rate * 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +267,6 @@ def _load(verdict: Verdict, served: DecodeCost, rows: int, pod: Accelerator) -> 
         time=ends,
         floor=served.decode_floor(rows, served.context, links=_busy(time), **_chip(pod)),
         chips=pod.chips,
-        chip_hour_price=served.chip_hour_price,
     )
 
 

@@ -3,10 +3,13 @@
 Figures are *spans*: a low, an expected and a high value. The time of the work is that of the Programs; this module adds
 what happens around them:
 
-    total = start + (work + saves · blocked) / (1 − rate · (lost + again)) · (1 + rate · wait) + last save
+    busy = work + saves · blocked + exports · exporting
+    total = start + busy / (1 − rate · (lost + again)) · (1 + rate · wait) + last save
 
 *start* is reading the weights and compiling every Program once. *blocked* is the time for which the loop waits in one
 save: the copy to the host, and the rest of the write before it, if that takes longer than the time between two saves.
+*exporting* is the time of one export, for which the loop waits: a checkpoint is written completely before it, then one
+host writes the weights.
 *lost* is the work since the last checkpoint: half of the time between two saves, all of it in the high value.
 *again* is compiling and reading the checkpoint, *wait* the time until the pod is back, in which nothing can be
 interrupted; together they are a restart. In the low value nothing interrupts the run.
@@ -86,6 +89,21 @@ class Saves:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exports:
+    """The exports of a run.
+
+    Attributes:
+        count: the last one included.
+        nbytes: of the weights of one.
+        seconds: for which the loop waits in one.
+    """
+
+    count: int
+    nbytes: int
+    seconds: CostRange
+
+
+@dataclass(frozen=True, kw_only=True)
 class Interruptions:
     """Interruptions of a run.
 
@@ -111,7 +129,7 @@ class Storage:
     """Bytes in storage and from it.
 
     Attributes:
-        at_end: bytes of checkpoints at the end of the run.
+        at_end: bytes of checkpoints and exports at the end of the run.
         at_most: bytes during it: one more checkpoint, since an old one is deleted after a new one is complete.
         read: bytes read during the run: weights, tokens, and checkpoints after interruptions.
     """
@@ -135,6 +153,7 @@ class JobCost:
         chips: of the pod.
         prices: dollars for a chip-hour, by kind of offer; empty where none is known.
         saves: its checkpoints; None for none.
+        exports: None for none.
         interruptions: None for runs that do not train.
         host_bytes: peak memory of a host by cause.
         host_limit: memory of a host; None where it is not published.
@@ -151,6 +170,7 @@ class JobCost:
     chips: int
     prices: dict[str, float]
     saves: Saves | None
+    exports: Exports | None
     interruptions: Interruptions | None
     host_bytes: dict[str, float]
     host_limit: int | None
@@ -182,12 +202,14 @@ def job_cost(verdict: Verdict) -> JobCost | None:
     compilation = _compilation(verdict)
     start = (loading or ZERO) + (compilation or ZERO)
     saves = None if job is None else _saves(job, pod, work, rate)
+    exports = None if job is None or saves is None else _exports(job, saves, rate)
     total, interruptions = (None if work is None else start + work), None
     # Other runs keep no state: what an interruption costs them depends on the command, and is not modelled.
     if job is not None and work is not None and saves is not None:
         restart = CostRange.of(options.restart_wait.total_seconds()) + (compilation or ZERO)
         restart += _transfer(job.restored_host_bytes + job.reread_host_bytes, rate)
-        total, interruptions = _interrupted(work, start, saves, restart, pod, options)
+        exporting = ZERO if exports is None else exports.seconds.times(exports.count)
+        total, interruptions = _interrupted(work, start, saves, exporting, restart, pod, options)
     return JobCost(
         training=job is not None,
         work=work,
@@ -198,6 +220,7 @@ def job_cost(verdict: Verdict) -> JobCost | None:
         chips=pod.chips,
         prices=chip_hour_prices(options, pod),
         saves=saves,
+        exports=exports,
         interruptions=interruptions,
         host_bytes=_host_bytes(verdict, pod, job),
         host_limit=_host_limit(pod),
@@ -309,12 +332,27 @@ def _saves(job: TrainingJob, pod: Accelerator, work: CostRange | None, rate: Cos
     return Saves(count=count, between=between, host_bytes=host_bytes, blocked=blocked, writing=writing, share=share)
 
 
+def _exports(job: TrainingJob, saves: Saves, rate: CostRange) -> Exports | None:
+    if not job.exports:
+        return None
+    # Process 0 writes; the others wait for it, and so does the loop.
+    return Exports(
+        count=job.exports, nbytes=job.export_bytes, seconds=saves.writing + _transfer(job.export_bytes, rate)
+    )
+
+
 def _share(part: float, rest: float) -> float:
     return part / (part + rest) if part + rest > 0 else 0.0
 
 
 def _interrupted(
-    work: CostRange, start: CostRange, saves: Saves, restart: CostRange, pod: Accelerator, options: PlanOptions
+    work: CostRange,
+    start: CostRange,
+    saves: Saves,
+    exporting: CostRange,
+    restart: CostRange,
+    pod: Accelerator,
+    options: PlanOptions,
 ) -> tuple[CostRange, Interruptions]:
     """The time of the whole run with interruptions, and these."""
     assumed = options.interruptions_per_day is None
@@ -323,7 +361,7 @@ def _interrupted(
     per_day = published if options.interruptions_per_day is None else options.interruptions_per_day
     # An interruption is equally likely at any moment between two saves.
     lost = CostRange(low=0.0, expected=saves.between / 2, high=saves.between)
-    blocked = (saves.blocked or ZERO).times(saves.count or 0)
+    blocked = (saves.blocked or ZERO).times(saves.count or 0) + exporting
     rate, wait = per_day / DAY, options.restart_wait.total_seconds()
     again = restart + CostRange.of(-wait)
     # Writing the last checkpoint has no steps to hide behind.
@@ -403,13 +441,15 @@ def _storage(verdict: Verdict, job: TrainingJob, interruptions: Interruptions | 
     hosts = verdict.plan.target.hosts if verdict.plan is not None else 1
     # The last temporary checkpoints of a finished run are not deleted.
     kept = job.permanent_checkpoints + (job.temporary_checkpoints if job.save_seconds is not None else 0)
+    # Exports are never deleted.
+    exported = job.exports * job.export_bytes
     tokens = sum(p.workload.tokens * (p.workload.executions or 0) for p in _trained(verdict) if p.workload is not None)
     weights = sum(bytes_by_host(verdict))
     again = (job.restored_host_bytes + job.reread_host_bytes) * hosts
     # A run without an end reads without an end; it has other problems than storage.
     restarts = 0.0 if interruptions is None or not math.isfinite(interruptions.count) else interruptions.count
     return Storage(
-        at_end=kept * job.checkpoint_bytes,
-        at_most=(kept + 1) * job.checkpoint_bytes,
+        at_end=kept * job.checkpoint_bytes + exported,
+        at_most=(kept + 1) * job.checkpoint_bytes + exported,
         read=weights + tokens * TOKEN_BYTES + restarts * again,
     )

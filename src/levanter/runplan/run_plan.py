@@ -75,6 +75,7 @@ class TrainingJob:
         save_seconds: time between two temporary checkpoints; None for none.
         temporary_checkpoints: how many temporary ones are stored at a time.
         exports: exports of the model or of its adapters, the last one included.
+        export_bytes: bytes of the weights in the files of one export.
     """
 
     steps: int
@@ -87,6 +88,7 @@ class TrainingJob:
     save_seconds: float | None
     temporary_checkpoints: int
     exports: int
+    export_bytes: int
 
 
 class RunRefused(ValueError):

@@ -15,6 +15,7 @@ from levanter.html.format import columns
 from levanter.plan.aot import Compiled
 from levanter.plan.calibration import TimeCalibration, decode_calibration
 from levanter.plan.decode_roofline import serving_report
+from levanter.plan.job_cost import token_price
 from levanter.plan.oom_report import advise_on_slots, format_slot_advice
 from levanter.plan.preflight.cost import with_program_calibration
 from levanter.plan.report import render, to_html, to_json
@@ -60,7 +61,7 @@ def verdict(*, served=SEVENTY, compiled: bool = True, **changes: Any) -> Verdict
 
 
 def test_rates_by_hand():
-    found = serving_report(verdict(served=replace(SEVENTY, chip_hour_price=1.2)))
+    found = serving_report(verdict(served=SEVENTY))
     assert found is not None
     assert [load.rows for load in found.loads] == [1, 8, 32, 46]
     for load in found.loads:
@@ -68,7 +69,8 @@ def test_rates_by_hand():
         assert load.rate == pytest.approx(load.rows / DECODE / 8)
         assert load.share == pytest.approx(load.floor.seconds / DECODE)
         # Eight chips for an hour, over the tokens of that hour.
-        assert load.dollars == pytest.approx(1.2 * 8 / (load.rows / DECODE * 3600) * 1e6)
+        price = token_price(load, 1.2).expected
+        assert price == pytest.approx(1.2 * 8 / (load.rows / DECODE * 3600) * 1e6)
     assert [load.floor.binds for load in found.loads] == ["weights"] * 4
     assert found.loads[2].share == pytest.approx(17.2 / 40, abs=0.005)
 
@@ -153,7 +155,7 @@ def test_a_run_that_generates_no_text_has_no_such_part():
 
 @pytest.mark.golden
 def test_golden_text():
-    shown = "\n".join(as_text(serving_sheets(verdict(served=replace(SEVENTY, chip_hour_price=1.2)))))
+    shown = "\n".join(as_text(serving_sheets(verdict(served=SEVENTY))))
     assert_golden("report/serving.txt", shown + "\n")
     assert max(columns(line) for line in shown.splitlines()) <= WIDTH
 

@@ -75,7 +75,7 @@ def describe(config: GenerateConfig, target: Target, *, written: ExplicitKeys | 
     if config.interactive and (rows := _at_terminal(inference, ways)) != inference.max_rows:
         inference = replace(inference, max_rows=rows)
         notes = (*notes, f"inference.max_rows: {rows}, one for each shard of the batch: a terminal asks one at a time")
-    generation = describe_generation(model, inference, target, chip_hour_price=config.plan.chip_hour_price)
+    generation = describe_generation(model, inference, target)
     # The kernel check is about attention within whole sequences; attention to a cache has a line of the engine's own.
     checks = [check for check in pretrained.checks if check.name != "kernels"]
     checks += [*unsupported_option_checks(config, written), *generation.checks]

@@ -131,8 +131,6 @@ def describe_generation(
     model: PlacedModel,
     inference: InferenceConfig,
     target: Target,
-    *,
-    chip_hour_price: float | None = None,
 ) -> GenerationPlan:
     """Describes the engine of a model for `target`; needs no weights and no device.
 
@@ -140,7 +138,6 @@ def describe_generation(
         model: the model, wherever its weights come from.
         inference: rows and their cache.
         target: the devices.
-        chip_hour_price: dollars.
 
     Raises:
         ValueError: the model has no cache, or the rows cannot be sharded over the mesh. Errors of the cache's sharding
@@ -176,7 +173,6 @@ def describe_generation(
             inference,
             decode={cache.rows: programs.decode.name},
             prefill={program.name: bucket for bucket, program in programs.prefill.items()},
-            chip_hour_price=chip_hour_price,
         ),
         workloads=_workloads(model, programs),
         checks=_checks(model, inference, cache, why, target),
@@ -409,7 +405,6 @@ def _decode_cost(
     *,
     decode: dict[int, str],
     prefill: dict[str, tuple[int, int]],
-    chip_hour_price: float | None = None,
 ) -> DecodeCost:
     """Memory and traffic of decoding.
 
@@ -418,7 +413,6 @@ def _decode_cost(
         cache: of its rows.
         inference: the config.
         decode, prefill: see `DecodeCost`.
-        chip_hour_price: dollars.
     """
     return decode_cost(
         model.config,
@@ -432,5 +426,4 @@ def _decode_cost(
         counts_tokens=inference.penalties,
         automatic=inference.max_rows == "auto",
         temp_bytes=_program_bytes(model),
-        chip_hour_price=chip_hour_price,
     )

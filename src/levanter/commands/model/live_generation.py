@@ -113,7 +113,6 @@ class LiveModel:
         resolved: mesh and mappings of the run.
         precision: the dtype policy.
         compiler: options for XLA.
-        chip_hour_price: price of a chip for an hour; None if it is unknown.
     """
 
     config: LmConfig
@@ -126,7 +125,6 @@ class LiveModel:
     resolved: ResolvedMesh
     precision: Precision
     compiler: CompilerChoice
-    chip_hour_price: float | None
 
 
 def describe_live_generation(
@@ -191,7 +189,7 @@ def describe_live_generation(
     config = _with_sizes(config, resolved, target, texts=texts, length=length)
     return LiveGeneration(
         config=config,
-        engine=describe_generation(placed, config, target, chip_hour_price=live.chip_hour_price),
+        engine=describe_generation(placed, config, target),
         hand_over=plan_hand_over(
             # As in an evaluation: the whole model, with adapters bound.
             bind(live.trained, live.frozen),

@@ -7,9 +7,11 @@ from typing import TypeVar
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from haliax_ext.abstract import abstract, cast, leaves
+from haliax_ext.load_plan import LoadPlan
 from haliax_ext.program import Program
 from haliax_ext.replica_slices import replica_slices_program
 from haliax_ext.saving import saving_programs
@@ -28,7 +30,7 @@ from levanter.commands.train.saving import training_job
 from levanter.commands.train.task import BetweenSteps, TrainingTask
 from levanter.commands.train.trained_run import ResolvedTraining, TrainedRun
 from levanter.commands.train.work import Trained, TrainPlan, TrainWork
-from levanter.compat.hf.export import plan_export
+from levanter.compat.hf.export import ExportPlan, plan_export
 from levanter.compat.hf.peft import PeftPlan
 from levanter.config import ExplicitKeys
 from levanter.models.base import LmHeadModel
@@ -134,7 +136,7 @@ def describe_training(task: TrainingTask, target: Target, *, written: ExplicitKe
             ),
             *(workload for work in between_steps for workload in work.workloads),
         ),
-        job=training_job(run, load, target),
+        job=training_job(run, load, target, exported=_exported_bytes(run, load, peft)),
         notes=resolved.notes,
         resident_bytes=run.resident_bytes,
         coresident_bytes=coresident_bytes(run, programs, saving, between_steps),
@@ -287,10 +289,30 @@ def _saving(run: TrainedRun, target: Target, peft: PeftPlan | None) -> tuple[Pro
     if config.hf_save_path is None:
         return programs
     # A whole-model export gathers every parameter in the order of the files.
-    files = plan_export(
-        [planned.leaf for planned in parameters.leaves], run.model, run.Vocab, dtype=config.hf_save_dtype
-    )
-    return (*programs, *saving_programs(files.tensors, parameters, hosts=target.hosts))
+    return (*programs, *saving_programs(_model_files(run).tensors, parameters, hosts=target.hosts))
+
+
+def _model_files(run: TrainedRun) -> ExportPlan:
+    """The files of an export of the whole model."""
+    parameters = [planned.leaf for planned in run.state_plan.parameters.leaves]
+    return plan_export(parameters, run.model, run.Vocab, dtype=run.config.hf_save_dtype)
+
+
+def _exported_bytes(run: TrainedRun, load: LoadPlan | None, peft: PeftPlan | None) -> int:
+    """Bytes of the weights of one export: of the model, of the adapters, of the model with adapters merged into it."""
+    config = run.config
+    if config.hf_save_path is not None:
+        return 0 if run.state_plan.parameters.errors else _model_files(run).nbytes
+    nbytes = 0
+    if config.peft_save_path is not None and peft is not None:
+        nbytes += sum(tensor.nbytes for tensor in peft.tensors)
+    if config.merged_hf_save_path is not None and load is not None:
+        # Merged files have the tensors of the checkpoint, in its dtypes unless one is given.
+        dtype = config.hf_save_dtype
+        base = [planned.leaf for planned in load.sharding.leaves]
+        converted = 0 if dtype is None else sum(math.prod(leaf.shape) for leaf in base) * jnp.dtype(dtype).itemsize
+        nbytes += converted or load.source_bytes
+    return nbytes
 
 
 def _searchable(run: TrainedRun) -> Searchable | str:

@@ -122,13 +122,14 @@ def build_checkpointer(plan: TrainPlan, dirs: RunDirs, leases: Sequence[Lease]) 
     )
 
 
-def training_job(run: TrainedRun, load: LoadPlan | None, target: Target) -> TrainingJob:
+def training_job(run: TrainedRun, load: LoadPlan | None, target: Target, *, exported: int) -> TrainingJob:
     """What the cost of a run depends on besides its Programs: its steps, and the bytes that it saves and restores.
 
     Args:
         run: the training run.
         load: the weights that are read when it begins; None for none.
         target: the devices.
+        exported: bytes of one export.
     """
     trainer, whole, second = run.config.trainer, run.state_plan.whole, run.models.resident
     saved, steps = trainer.checkpointer, trainer.num_train_steps
@@ -154,6 +155,7 @@ def training_job(run: TrainedRun, load: LoadPlan | None, target: Target) -> Trai
         save_seconds=None if saved.save_interval is None else saved.save_interval.total_seconds(),
         temporary_checkpoints=saved.keep_last_temporary_checkpoints,
         exports=exports,
+        export_bytes=exported,
     )
 
 

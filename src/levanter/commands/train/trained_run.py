@@ -229,7 +229,6 @@ class TrainedRun(ResolvedTraining):
             resolved=self.resolved,
             precision=self.precision,
             compiler=self.compiler,
-            chip_hour_price=self.config.plan.chip_hour_price,
         )
 
     def activations(self, rows: int) -> ShardingPlan:

@@ -21,6 +21,7 @@ from levanter.plan.job_cost import (
     STORE_RATES,
     TOKEN_BYTES,
     CostRange,
+    Exports,
     Interruptions,
     JobCost,
     Saves,
@@ -67,6 +68,8 @@ def cost_rows(verdict: Verdict) -> tuple[CostRow, ...]:
     rows += _start(verdict, cost)
     if cost.saves is not None:
         rows += _checkpoints(verdict, cost.saves)
+    if cost.exports is not None:
+        rows += _exports(verdict, cost.exports)
     if cost.interruptions is not None:
         rows += _interruptions(verdict, cost, cost.interruptions)
     rows += _host(cost)
@@ -135,6 +138,7 @@ def _time_and_money(verdict: Verdict, cost: JobCost) -> Iterator[CostRow]:
     # The reason names the terms of the sum that this run has.
     terms = [f"steps and evaluations {duration(cost.work)}"] if cost.training else [f"work {duration(cost.work)}"]
     terms += ["start"] if cost.loading or cost.compilation else []
+    terms += ["exports"] if cost.exports is not None else []
     terms += ["checkpoints, interruptions"] if cost.interruptions is not None else []
     reason = "; ".join([", ".join(terms), *_left_out(verdict, cost)])
     yield CostRow(name="total time", value=duration(cost.total), reason=reason)
@@ -153,11 +157,8 @@ def _left_out(verdict: Verdict, cost: JobCost) -> Iterator[str]:
         yield "without compilation: nothing was compiled here"
     if cost.saves is not None and cost.saves.blocked is None:
         yield "without waiting for checkpoints: no rate of the link to the host is known"
-    if plan is not None and plan.job is not None:
-        if plan.job.exports:
-            yield f"without {count_text(plan.job.exports, 'export')}"
-        if plan.job.default_steps:
-            yield f"trainer.num_train_steps is not set: {plan.job.steps:,} is the default"
+    if plan is not None and plan.job is not None and plan.job.default_steps:
+        yield f"trainer.num_train_steps is not set: {plan.job.steps:,} is the default"
 
 
 def _prices(verdict: Verdict, cost: JobCost) -> Iterator[CostRow]:
@@ -258,6 +259,13 @@ def _checkpoints(verdict: Verdict, saves: Saves) -> Iterator[CostRow]:
         yield CostRow(name="saves' share", value=value, reason="of the time of steps and saves")
 
 
+def _exports(verdict: Verdict, exports: Exports) -> Iterator[CostRow]:
+    reason = f"the weights, without the tokenizer; {count_text(exports.count, 'export')}, all of which stay"
+    yield CostRow(name="an export", value=gib(exports.nbytes), reason=reason)
+    reason = f"a checkpoint is written first, then one host writes at {_rate(verdict)}; steps wait"
+    yield CostRow(name="exporting", value=duration(exports.seconds), reason=reason)
+
+
 def _interruptions(verdict: Verdict, cost: JobCost, stops: Interruptions) -> Iterator[CostRow]:
     per_day = three_digits(stops.per_day)
     if stops.assumed:
@@ -312,8 +320,7 @@ def _storage(verdict: Verdict, storage: Storage) -> Iterator[CostRow]:
     plan = verdict.plan
     assert plan is not None and plan.job is not None
     reason = f"checkpoints at the end; at most {gib(storage.at_most)} while one is written"
-    if plan.job.exports:
-        reason += f"; without {count_text(plan.job.exports, 'export')}"
+    reason += "; both with all exports" if plan.job.exports else ""
     # Stores are priced by 10⁹ bytes, memory is shown in GiB.
     if options.storage_price is None:
         reason += "; price unknown (--storage_price, dollars for 10⁹ bytes and month)"
@@ -359,6 +366,13 @@ def cost_values(verdict: Verdict) -> dict[str, Any] | None:
             "blocked_seconds": _values(saves.blocked),
             "writing_seconds": _values(saves.writing),
             "share": _values(saves.share),
+        },
+        "exports": None
+        if cost.exports is None
+        else {
+            "count": cost.exports.count,
+            "bytes": cost.exports.nbytes,
+            "seconds": _values(cost.exports.seconds),
         },
         "interruptions": None
         if stops is None

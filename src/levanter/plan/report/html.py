@@ -190,9 +190,7 @@ def _tiles(verdict: Verdict) -> Html:
         if (share := timing.utilization(program, program.mfu)) is not None and program.mfu is not None:
             figures.append(("MFU", percent(share), f"within {percent_between(*program.mfu)}"))
     if (job := view.job_seconds(verdict)) is not None:
-        hours = view.chip_hours(verdict)
-        cost = "" if hours is None else f"{between(*hours)} {view.counted(verdict)}-hours, "
-        figures.append(("the whole job", span_text(*job), f"{cost}without loading"))
+        figures.append(("the whole job", span_text(*job), "without loading"))
     if verdict.load is not None:
         rate = three_digits(verdict.load.gigabytes_per_second)
         figures.append(("loading", seconds_text(verdict.load.seconds), f"at {rate} GB/s a host"))

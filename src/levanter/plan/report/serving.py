@@ -122,7 +122,6 @@ def _timed(time: tuple[float, float, float] | None, floor: Roofline | None) -> t
 
 def _loads(report: ServingReport, *, unit: str) -> ReportTable:
     served = report.served
-    priced = any(load.dollars is not None for load in report.loads)
     header = ("rows", "a token", "within", f"tokens/s/{unit}", "roofline", "share", "bottleneck")
     sentences = [
         f"rows of {served.context:,} positions; roofline: weights and cache at full HBM bandwidth, matmuls at peak"
@@ -139,19 +138,18 @@ def _loads(report: ServingReport, *, unit: str) -> ReportTable:
         )
     return ReportTable(
         title=f"decoding, by running rows ({view.MODELLED})",
-        header=(*header, "$ a million tokens") if priced else header,
-        rows=tuple(_load(load, priced=priced) for load in report.loads),
+        header=header,
+        rows=tuple(_load(load) for load in report.loads),
         sentences=tuple(sentences),
         text_columns=(6,),
     )
 
 
-def _load(load: DecodeLoad, *, priced: bool) -> tuple[str, ...]:
+def _load(load: DecodeLoad) -> tuple[str, ...]:
     time, within, floor, share, binds = _timed(load.time, load.floor)
     # Without a compiled time the rate is that of the roofline, an upper bound.
     at_most = "" if load.time is not None else "≤ "
-    cells = (f"{load.rows:,}", time, within, at_most + three_digits(load.rate), floor, share, binds)
-    return (*cells, three_digits(load.dollars)) if priced and load.dollars is not None else cells
+    return (f"{load.rows:,}", time, within, at_most + three_digits(load.rate), floor, share, binds)
 
 
 def _start(report: ServingReport) -> ReportTable:
@@ -200,7 +198,6 @@ def serving_values(verdict: Verdict) -> dict[str, Any] | None:
                 "tokens_per_second_per_chip": load.rate,
                 "floor": _floor(load.floor),
                 "floor_share": load.share,
-                "dollars_per_million_tokens": load.dollars,
             }
             for load in report.loads
         ],

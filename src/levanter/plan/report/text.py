@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from haliax_ext.errors import named_shape
 from levanter.html.format import (
-    between,
     count_text,
     gib,
     percent,
@@ -365,8 +364,4 @@ def _job(verdict: Verdict) -> list[str]:
     total = view.job_seconds(verdict)
     if total is not None and len(working) > 1:
         lines += paragraph(f"together {span_text(*total)}")
-    if (hours := view.chip_hours(verdict)) is not None:
-        lines += paragraph(
-            f"cost: {between(*hours)} {view.counted(verdict)}-hours, without loading, checkpoints and restarts"
-        )
     return lines

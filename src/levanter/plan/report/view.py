@@ -242,14 +242,6 @@ def job_seconds(verdict: Verdict) -> tuple[float, float] | None:
     return sum(t[0] for t in times if t), sum(t[1] for t in times if t)
 
 
-def chip_hours(verdict: Verdict) -> tuple[float, float] | None:
-    """Chip-hours of the job, low and high; `None` where its time or the number of chips is not known."""
-    times, number = job_seconds(verdict), chips(verdict)
-    if times is None or number is None or verdict.accelerator is None:
-        return None
-    return times[0] * number / 3600, times[1] * number / 3600
-
-
 def unknown(verdict: Verdict) -> tuple[str, ...]:
     """Everything that the time model leaves out, without repetitions."""
     lines = [line for p in verdict.programs if p.time is not None for line in p.time.unknown]
