@@ -23,6 +23,7 @@ from levanter.data.formats import (
     PreferenceChatLmDatasetFormat,
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
+    format_name,
 )
 from levanter.data.sources import PythonDocsSource
 from levanter.io.paths import MissingFileError, join
@@ -102,6 +103,11 @@ def format_and_pack(
         # `bool` is a subclass of `int`, and `pack: true` is not a number of documents.
         if isinstance(pack, int) and not isinstance(pack, bool) and pack < 1:
             raise DataError(f"{where}.pack: documents per row must be at least 1, got {pack}")
+        if pack == "best_fit_cropped" and not isinstance(format, TextLmDatasetFormat):
+            raise DataError(
+                f"{where}.pack: best_fit_cropped crops documents of plain text; records of format "
+                f"`{format_name(format)}` stay whole: expected true, a number or pad"
+            )
         return format, pack
     if isinstance(component, ConcatDatasetComponent):
         child_formats = [

@@ -11,7 +11,17 @@ from typing import Literal
 
 import draccus
 
-from levanter.config.validators import AnyInt, Count, ManyInt, NonNegativeFloat, PathText, PositiveInt, Ranged
+from levanter.config.validators import (
+    AnyInt,
+    Count,
+    Fraction,
+    ManyInt,
+    NonNegativeFloat,
+    PathText,
+    PositiveFraction,
+    PositiveInt,
+    Ranged,
+)
 from levanter.data.formats import LmDatasetFormatBase, TextLmDatasetFormat
 from levanter.data.sources import DatasetSourceBase
 from levanter.io.names import name_problem
@@ -48,6 +58,40 @@ class DatasetComponentBase(Ranged, draccus.ChoiceRegistry):
         return "cached"
 
 
+FILL_ROLES = ("prefix", "suffix", "middle")
+"""The sentinels of `fim` that every tokenizer must have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillInMiddleConfig(Ranged):
+    """Documents whose middle is moved to their end.
+
+    Attributes:
+        rate: the share of documents that are changed.
+        spm: the share of these whose suffix comes first.
+        sentinels: the special tokens `prefix`, `suffix`, `middle`, and `end` behind the middle if there is one; by
+            default those of well-known code models.
+    """
+
+    rate: PositiveFraction = 0.5
+    spm: Fraction = 0.5
+    sentinels: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sentinels is None:
+            return
+        problems = [f"it has no {role!r}" for role in FILL_ROLES if role not in self.sentinels]
+        problems += [f"unknown key {key!r}" for key in self.sentinels if key not in (*FILL_ROLES, "end")]
+        if not problems and len(set(self.sentinels.values())) < len(self.sentinels):
+            problems.append("two of them are the same token")
+        if problems:
+            raise ValueError(
+                f"fim.sentinels: {'; '.join(problems)}; expected {{prefix: TOKEN, suffix: TOKEN, middle: TOKEN}}, and "
+                "end: TOKEN if the middle ends with one"
+            )
+
+
 @DatasetComponentBase.register_subclass("cached")
 @dataclass(frozen=True, kw_only=True)
 class DatasetComponent(DatasetComponentBase):
@@ -57,7 +101,9 @@ class DatasetComponent(DatasetComponentBase):
         source: where the documents are stored.
         format: the format of a record.
         cache_dir: the folder of the component's token cache; default `<data.cache_dir>/<name>`.
-        pack: how training packs several short documents into one sequence.
+        pack: how training packs several short documents into one sequence: whole documents as they fit (`true`), at
+            most so many (a number), one (`pad`), or `best_fit_cropped`, which fills every row and crops documents.
+        fim: fill in the middle: which share of the training documents have their middle moved to the end.
         tags: tags under which the component's metrics are also aggregated.
         split: the split of the source that evaluation reads.
         flat_cache: whether the cache lies directly in `cache_dir` instead of a folder for each split.
@@ -66,7 +112,8 @@ class DatasetComponent(DatasetComponentBase):
     source: DatasetSourceBase | None = None
     cache_dir: PathText | None = None
     format: LmDatasetFormatBase = field(default_factory=TextLmDatasetFormat)
-    pack: bool | PositiveInt | Literal["pad"] | None = None
+    pack: bool | PositiveInt | Literal["pad", "best_fit_cropped"] | None = None
+    fim: FillInMiddleConfig | None = None
     tags: list[str] | None = None
     split: str = "validation"
     flat_cache: bool = False

@@ -63,6 +63,20 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def mix_words(key: int, numbers: np.ndarray, purpose: int) -> np.ndarray:
+    """Pseudorandom integers in [0, 2^53), one for each number; of different purposes they are independent.
+
+    Args:
+        key: of 64 bits.
+        numbers: int64, of any shape.
+        purpose: what the draw is for.
+    """
+    offset = np.uint64(subkey(key, "draw", purpose))
+    # Two rounds: the second makes neighbouring numbers independent of the first one's structure.
+    mixed = _mix(_mix(np.asarray(numbers).astype(np.uint64) * _GOLDEN + offset) ^ offset)
+    return (mixed >> np.uint64(11)).astype(np.int64)
+
+
 @dataclass(frozen=True)
 class Identity:
     """No shuffle."""

@@ -8,6 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
+from levanter.data.best_fit_packing import BEST_FIT, best_fit_rows
 from levanter.data.cache_staleness import refuse_stale
 from levanter.data.component_formats import FORMATS
 from levanter.data.config import BlockShuffleConfig, LmDataConfig
@@ -15,6 +16,7 @@ from levanter.data.conversations import ChatEncoder, chat_template, describe_cha
 from levanter.data.documents import Formats
 from levanter.data.encoders import PrebuiltEncoder, SupervisedEncoder, TextEncoder
 from levanter.data.errors import DataError, raise_problems
+from levanter.data.fill_in_middle import FillInMiddleTokens, Sentinels, find_sentinels
 from levanter.data.formats import (
     ChatLmDatasetFormat,
     PrebuiltLmDatasetFormat,
@@ -33,6 +35,7 @@ from levanter.data.store_build import BuildProgress, Encoder, build_store, token
 from levanter.data.tokenizer import Tokenizer, bos_note
 from levanter.data.train_dataset import BatchSchedule, SetRows, TrainingData
 from levanter.data.train_sets import TrainingSet, TrainingSets, resolve_training
+from levanter.io.paths import join
 
 TOKENS = 512
 """The most tokens of a conversation that a sample shows."""
@@ -116,7 +119,16 @@ def build_training(
     if positions < 2:
         raise ValueError(f"train_seq_len must be at least 2 (a token and the next), got {positions}")
     resolved = resolve_training(config, formats=formats)
+    # Before hours of tokenizing: a tokenizer without sentinels is refused.
+    sentinels, problems = _sentinels(resolved.sets, tokenizer)
+    raise_problems(problems)
     tokens = build_tokens(config, resolved.sets, tokenizer, on_progress)
+    tokens = [
+        set_tokens
+        if (ids := sentinels.get(dataset.name)) is None
+        else _fill_in_middle(config, dataset, set_tokens, tokenizer, ids, seed)
+        for dataset, set_tokens in zip(resolved.sets, tokens, strict=True)
+    ]
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
     raise_problems(list(token_problems(resolved.sets, tokens, limit)))
     schedule = BatchSchedule.of(batch_sizes)
@@ -162,6 +174,38 @@ def build_training(
         described=lines,
         notes=resolved.notes,
         samples=tuple(samples),
+    )
+
+
+def _sentinels(sets: Sequence[TrainingSet], tokenizer: Tokenizer) -> tuple[dict[str, Sentinels], list[str]]:
+    """The sentinels of each set that has `fim`, and the problems with them."""
+    ids, problems = {}, []
+    for dataset in sets:
+        if dataset.fim is not None:
+            try:
+                ids[dataset.name] = find_sentinels(dataset.fim, tokenizer)
+            except DataError as error:
+                problems.append(f"data set {dataset.name!r}: {error}")
+    return ids, problems
+
+
+def _fill_in_middle(
+    config: LmDataConfig,
+    dataset: TrainingSet,
+    tokens: Tokens,
+    tokenizer: Tokenizer,
+    sentinels: Sentinels,
+    seed: int,
+) -> FillInMiddleTokens:
+    assert dataset.fim is not None
+    return FillInMiddleTokens(
+        tokens=tokens,
+        rate=dataset.fim.rate,
+        spm=dataset.fim.spm,
+        sentinels=sentinels,
+        key=subkey(seed, "fim", dataset.name),
+        bos=config.enforce_bos and tokenizer.bos_id is not None,
+        eos=config.enforce_eos and tokenizer.eos_id is not None,
     )
 
 
@@ -235,6 +279,7 @@ def compare_stores(
         vocab_size: the size of the model's vocabulary.
     """
     _, problems = _identities(config, sets, tokenizer)
+    problems += _sentinels(sets, tokenizer)[1]
     for dataset in sets:
         if dataset.built is not None and dataset.built.shards is not None and dataset.built.largest_id >= vocab_size:
             problems.append(vocabulary_error(dataset, dataset.built.largest_id, vocab_size))
@@ -399,6 +444,10 @@ def plan_rows(config: LmDataConfig, dataset: TrainingSet, tokens: Tokens, positi
             return ConcatenatedRows(tokens=tokens, positions=positions, separate=separate)
         # A record must stay whole, so `pack: false` puts one record in a row and pads it.
         pack = True if pack is None else "pad"
+    if pack == BEST_FIT:
+        # Beside the shards of the store, whose listing covers `shards/` alone.
+        folder = None if dataset.folder is None else join(dataset.folder, "rows")
+        return best_fit_rows(tokens, positions=positions, separate=separate, folder=folder)
     most = None if pack is True else 1 if pack == "pad" else int(pack)
     try:
         return packed_rows(tokens, positions=positions, separate=separate, most=most, overlength=overlength)
@@ -469,6 +518,8 @@ def _describe_set(dataset: TrainingSet, tokens: Tokens, rows: SetRows, tokenizer
         clauses.append(describe_chat(dataset.format, tokenizer))
         if tokens.skipped:
             clauses.append(f"{tokens.skipped:,} conversations in which the assistant says nothing left out")
+    if isinstance(tokens, FillInMiddleTokens):
+        clauses.append(tokens.describe())
     if rows.held_out:
         clauses.append(f"{rows.held_out:,} rows held out")
     if rows.used + rows.held_out < len(rows.rows):

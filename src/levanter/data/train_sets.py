@@ -13,8 +13,10 @@ from typing import Any
 from levanter.data.component_formats import FORMATS, format_and_pack, is_set, store_folder, with_template
 from levanter.data.config import (
     BlockShuffleConfig,
+    ConcatDatasetComponent,
     DatasetComponent,
     DatasetComponentBase,
+    FillInMiddleConfig,
     LmDataConfig,
 )
 from levanter.data.conversations import format_identity
@@ -91,6 +93,7 @@ class TrainingSet:
         folder: its token store; None if it is tokenized at the start of the run.
         pack: the component's key.
         built: the manifest of its token store, if there is one already.
+        fim: how documents are changed for filling in the middle; None for not at all.
         note: a remark for its description.
     """
 
@@ -101,6 +104,7 @@ class TrainingSet:
     folder: str | None
     pack: bool | int | str | None
     built: Manifest | None
+    fim: FillInMiddleConfig | None = None
     note: str = ""
 
     def sources(self) -> list[FileSource | TextSource]:
@@ -305,8 +309,28 @@ def _training_set(
         folder=folder,
         pack=pack,
         built=built,
+        fim=_fill_in_middle(where, component, format),
         note=note,
     )
+
+
+def _fill_in_middle(
+    where: str, component: DatasetComponentBase, format: LmDatasetFormatBase
+) -> FillInMiddleConfig | None:
+    """The component's `fim`.
+
+    Raises:
+        DataError: its records are not plain text, or its children have keys of their own.
+    """
+    if isinstance(component, ConcatDatasetComponent):
+        named = [name for name, child in component.children.items() if child.fim is not None]
+        if named:
+            raise DataError(f"{where}.children.{named[0]}.fim: children share their rows; make it a component")
+        return None
+    fim = getattr(component, "fim", None)
+    if fim is not None and not isinstance(format, TextLmDatasetFormat):
+        raise DataError(f"{where}.fim: documents of plain text have a middle; the format is `{format_name(format)}`")
+    return fim
 
 
 def _other_cache(folder: str | None) -> str:

@@ -50,6 +50,7 @@ MINUS_ONE = {
 }
 ZERO = {
     # None of it, or from the beginning.
+    "FillInMiddleConfig.spm",
     "TrainerConfig.seed",
     "TrainerConfig.skip_nonfinite_steps",
     "TrainLmConfig.data_seed",
