@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from jax.sharding import Mesh
@@ -33,10 +33,17 @@ LOG_AFTER_SECONDS = 2.0
 """Seconds after which a compilation is logged."""
 
 
-def jit_together(program: Program, mesh: Mesh) -> Callable[..., Any]:
+def jit_together(
+    program: Program, mesh: Mesh, *, around: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Callable[..., Any]:
     """`program.jit(mesh)`, of which no process runs the first call before all have compiled it.
 
     All processes must call the same programs in the same order.
+
+    Args:
+        program: what is compiled.
+        mesh: its devices.
+        around: a context for the compilation, including the wait for other processes.
 
     Raises (when called):
         PeerLostError: a process did not come to its first call.
@@ -46,12 +53,13 @@ def jit_together(program: Program, mesh: Mesh) -> Callable[..., Any]:
     def call(*values: PyTree) -> PyTree:
         # Only the first call compiles; later ones find the executable and need no barrier.
         if not program.is_prepared(mesh):
-            with _log_compilation(program.name):
-                program.prepare(mesh, *values)
-            # Before the barrier: a process whose memory is too small fails here, while its peers are in no collective
-            # yet.
-            check_memory(program, mesh)
-            barrier(f"the first {program.name}")
+            with around():
+                with _log_compilation(program.name):
+                    program.prepare(mesh, *values)
+                # Before the barrier: a process whose memory is too small fails here, while its peers are in no
+                # collective yet.
+                check_memory(program, mesh)
+                barrier(f"the first {program.name}")
         return run(*values)
 
     return functools.update_wrapper(call, run)

@@ -51,9 +51,11 @@ class Session:
         run_id: the id of the run, the same on all processes.
         tracker: receives the metrics.
         show: whether this process prints to the terminal; only process 0 does.
+        began: Unix time at which the command began; None for a call from Python, which begins with the run.
     """
 
     # Only for calls from Python; a command passes the id that its processes have agreed on.
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))
     tracker: Recorder = field(default_factory=_Unrecorded)
     show: bool = False
+    began: float | None = None

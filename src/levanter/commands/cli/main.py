@@ -4,6 +4,7 @@ Neither `python -m levanter.main.eval_lm --help` nor an invalid configuration im
 """
 
 import sys
+import time
 from collections.abc import Sequence
 
 from levanter.commands.catalog import ENTRY_POINTS, collection_paused
@@ -21,7 +22,7 @@ def run_command(name: str, argv: Sequence[str] | None = None) -> int:
         name: name of the entry point.
         argv: the command line without the program's name; None for this process's.
     """
-    ref = ENTRY_POINTS[name]
+    ref, began = ENTRY_POINTS[name], time.time()
 
     def run_command_line() -> int:
         setup_logging()
@@ -32,6 +33,6 @@ def run_command(name: str, argv: Sequence[str] | None = None) -> int:
             from levanter.commands.cli.runner import run_config
 
             entry_point = ref.load()
-        return run_config(entry_point, loaded.config, written=loaded.written).exit_code
+        return run_config(entry_point, loaded.config, written=loaded.written, began=began).exit_code
 
     return shell(run_command_line)

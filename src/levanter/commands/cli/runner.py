@@ -6,9 +6,10 @@
 import os
 import secrets
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import jax
@@ -65,18 +66,22 @@ def run(entry: EntryPoint[C, W, R], argv: Sequence[str] | None = None) -> int:
     return shell(run_command_line)
 
 
-def run_config(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys | None = None) -> RunResult[R]:
+def run_config(
+    entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys | None = None, began: float | None = None
+) -> RunResult[R]:
     """Runs an entry point on the available devices.
 
     Args:
         entry: the entry point.
         config: its configuration.
         written: the keys that the user set; None for a configuration built in Python.
+        began: Unix time at which the command began; None for now.
 
     Raises:
         RunRefused: the plan has errors; lists all of them.
     """
     trainer: TrainerConfig = config.trainer  # pyright: ignore[reportAttributeAccessIssue]
+    began = time.time() if began is None else began
     if not entry.uses_devices:
         return _run_without_devices(entry, config, trainer, written)
     configure_jax(trainer)
@@ -94,7 +99,7 @@ def run_config(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys |
     plan.check()
     require_hbm(plan)
     require_same_config(config)
-    session = Session(run_id=id_, show=show)
+    session = Session(run_id=id_, show=show, began=began)
     trackers = trainer.trackers if entry.tracked else ()
     try_outputs(
         [*entry.outputs(plan, session), *(output for tracker in trackers for output in tracker.outputs(id_))],
@@ -107,7 +112,7 @@ def run_config(entry: EntryPoint[C, W, R], config: C, *, written: ExplicitKeys |
             tracker = start_trackers(trainer.trackers, run_id=id_, process_index=jax.process_index())
             stack.callback(tracker.finish)
             tracker.log_hyperparameters({"config": plain(config), "mesh": str(plan.mesh), **entry.facts(plan)})
-            session = Session(run_id=id_, show=show, tracker=tracker)
+            session = replace(session, tracker=tracker)
         try:
             mesh = plan.mesh.build(devices.devices)
             # Seconds now instead of an error after the weights are loaded.

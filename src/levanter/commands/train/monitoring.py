@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from levanter.checkpoint import CheckpointRef
 from levanter.commands.train.task import Running
 from levanter.commands.train.work import TrainPlan, TrainWork
 from levanter.config import plain
@@ -32,6 +33,7 @@ from levanter.trainer.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "equinox", "marin-haliax", "orbax-checkpoint", "numpy", "levanter")
+_REPORTED_VERSIONS = ("python", "jax", "libtpu", "levanter", "git_commit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +173,32 @@ def run_facts(plan: TrainPlan) -> Mapping[str, Any]:
         },
         "versions": versions(),
     }
+
+
+def report_facts(plan: TrainPlan, *, checkpoint: CheckpointRef | None, exported: str | None) -> dict[str, str]:
+    """The facts of a run that its report lists, by name.
+
+    Args:
+        plan: of the run.
+        checkpoint: the last complete one.
+        exported: folder of the export of the final state.
+    """
+    logged = run_facts(plan)
+    planned = logged["plan"]
+    facts = {
+        "devices": planned["target"],
+        "mesh": logged["mesh"],
+        "parameters": f"{planned['parameters']:,}",
+        "batch": "; ".join(f"from step {stage['start']:,}: {_size(stage['plan'])}" for stage in planned["batches"]),
+        "checkpoint": "none" if checkpoint is None else checkpoint.path,
+        "export": "none" if exported is None else exported,
+    }
+    return facts | {name: version for name, version in logged["versions"].items() if name in _REPORTED_VERSIONS}
+
+
+def _size(batch: str) -> str:
+    """The rows and tokens of a batch's description, without how it is divided."""
+    return batch.partition(":")[0]
 
 
 def versions() -> dict[str, str]:

@@ -9,8 +9,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from pathlib import Path
 
 from jax.sharding import Mesh
 
@@ -22,7 +23,7 @@ from levanter.commands.model.workloads import stage_program
 from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train.config_diff import judge
 from levanter.commands.train.initial_state import checked_frozen, initial_state
-from levanter.commands.train.monitoring import build_instruments, build_nan_guard
+from levanter.commands.train.monitoring import build_instruments, build_nan_guard, report_facts
 from levanter.commands.train.reference_model import load_reference_model
 from levanter.commands.train.run_dirs import (
     RunDirs,
@@ -31,6 +32,7 @@ from levanter.commands.train.run_dirs import (
     lease_run_dirs,
     refuse_existing_exports,
 )
+from levanter.commands.train.run_report import RunReport
 from levanter.commands.train.saving import Saver, build_checkpointer, last_checkpoint
 from levanter.commands.train.task import TASK, Running, TrainingEvaluation, TrainingRows
 from levanter.commands.train.work import Trained, TrainPlan, TrainWork
@@ -40,6 +42,7 @@ from levanter.io import Lease, Progress
 from levanter.runplan import Session
 from levanter.trainer.hooks import ShowProgress, StepSize
 from levanter.trainer.loop import Loop, Step, stop_signal
+from levanter.trainer.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -53,32 +56,34 @@ def execute(plan: TrainPlan, mesh: Mesh | None, session: Session | None = None) 
     assert mesh is not None, "training runs on devices"
     session = Session(run_id=plan.work.config.trainer.id or Session().run_id) if session is None else session
     if session.show:
-        print(f"run {session.run_id}: trainer.id={session.run_id} resumes from its last checkpoint", flush=True)
+        print(f"run {session.run_id}: if it is interrupted, trainer.id={session.run_id} continues it", flush=True)
+    report = _report(plan, session)
     dirs = RunDirs.of(plan.work.config, session.run_id)
     # Before anything is inspected: another run may still be writing.
     with lease_run_dirs(dirs, session.run_id) as leases:
-        return _train(plan, mesh, session, dirs, leases)
+        with report.account.timed("data preparation"):
+            running = _prepare(plan, mesh, session, dirs)
+        return _train(running, leases, report)
 
 
-def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases: Sequence[Lease]) -> Trained:
+def _train(running: Running, leases: Sequence[Lease], report: RunReport) -> Trained:
     """Trains in folders whose leases this run holds."""
+    plan, session, dirs = running.plan, running.session, running.dirs
     work: TrainWork = plan.work
-    task, running = work.task, _prepare(plan, mesh, session, dirs)
-    first, stop = running.first, running.stop
+    task, first, stop = work.task, running.first, running.stop
     # Signals only request a stop in this block, however often they arrive: the last save happens in it too.
     with build_checkpointer(plan, dirs, leases) as checkpointer, stop_signal() as stopping:
-        running = replace(running, earlier=task.before_state(running))
-        state, frozen = initial_state(running)
-        second = None if work.models.resident is None else load_reference_model(work.models.resident, running)
-        part = checked_frozen(running, frozen)
-        running = replace(running, frozen=frozen, reference=second, frozen_part=part)
-        started = task.start(running)
+        with report.account.timed("loading"):
+            running, state = _load(running)
+            started = task.start(running)
         saver = Saver(running, checkpointer, started.metadata)
         saver.make_up_export(state)
         # The pauses must not keep the state, so `running` itself does not have it.
         pauses = [planned.start(replace(running, state=state)) for planned in work.between_steps]
         between = [pause for pause in pauses if pause is not None]
-        observed = build_instruments(running, _sizes(plan), started.numbers)
+        sizes = _sizes(plan)
+        report.begin_steps(first=first, stop=stop, tokens_of=lambda step: sizes(step).tokens)
+        observed = build_instruments(running, sizes, lambda step: {**started.numbers(step), **report.metrics})
         # First, so that a profile ends before the hooks that pause the run after its last step.
         profile = [] if observed.profile is None else [observed.profile]
         losses: deque[float] = deque(maxlen=1)
@@ -86,35 +91,55 @@ def _train(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs, leases:
         remaining = running.tokens(max(stop, first)) - running.tokens(first)
         with Progress("training", total=remaining, unit="tokens", show=session.show) as progress:
             loop = Loop(
-                step_of=_steps(running, observed.watched),
+                step_of=_steps(running, observed.watched, report.compiling),
                 listeners=[
                     observed.watchdog,
+                    report.step,
                     observed.track,
-                    ShowProgress(progress=progress, size_of=_sizes(plan), steps=stop),
-                    lambda report: losses.append(report.loss),
+                    ShowProgress(progress=progress, size_of=sizes, steps=stop),
+                    lambda numbers: losses.append(numbers.loss),
                     *started.listeners,
                 ],
-                pauses=[*profile, *saver.pauses, *between],
+                pauses=[*profile, *map(report.saving, saver.pauses), *map(report.evaluating, between)],
                 guard=build_nan_guard(plan, lambda: last_checkpoint(checkpointer, running.resumed)),
                 around_pauses=observed.watchdog.resting,
                 watched=observed.watched,
                 stopping=agreed_stop(stopping),
             )
-            with closing(started.batches(first, stop)) as batches, observed.running(first):
+            with closing(started.batches(first, stop)) as batches, observed.running(first), report.kept():
                 ended = loop.run(state, batches, first=first)
         seconds = time.monotonic() - began
-        exported = saver.the_end(ended)
+        with report.account.timed("saving"):
+            exported = saver.the_end(ended)
+        checkpoint = checkpointer.newest or running.resumed
         return Trained(
             taken=ended.taken,
             stop=stop,
             preempted=ended.preempted,
             loss=losses[-1] if losses else None,
-            checkpoint=checkpointer.newest or running.resumed,
+            checkpoint=checkpoint,
             exported=exported,
             evaluation=next((pause.result for pause in between if isinstance(pause, TrainingEvaluation)), None),
             throughput=observed.track.throughput,
             seconds=seconds,
+            report=report.finish(report_facts(plan, checkpoint=checkpoint, exported=exported)),
         )
+
+
+def _report(plan: TrainPlan, session: Session) -> RunReport:
+    """The report of a run, which the process that prints keeps in its folder of logs."""
+    folder = Path(plan.work.config.trainer.log_dir) / session.run_id if session.show else None
+    return RunReport(folder, run_id=session.run_id, began=session.began)
+
+
+def _load(running: Running) -> tuple[Running, TrainState]:
+    """The run with the models beside its state, and the state before its first step."""
+    work: TrainWork = running.plan.work
+    running = replace(running, earlier=work.task.before_state(running))
+    state, frozen = initial_state(running)
+    second = None if work.models.resident is None else load_reference_model(work.models.resident, running)
+    part = checked_frozen(running, frozen)
+    return replace(running, frozen=frozen, reference=second, frozen_part=part), state
 
 
 def _prepare(plan: TrainPlan, mesh: Mesh, session: Session, dirs: RunDirs) -> Running:
@@ -182,15 +207,23 @@ def _compare_rows(resumed: CheckpointRef, rows: TrainingRows) -> None:
         )
 
 
-def _steps(running: Running, watched: Callable[[int], bool]) -> Callable[[int], Step[PyTree]]:
-    """Step number → the compiled step, with the frozen part and a second model bound to it."""
+def _steps(
+    running: Running, watched: Callable[[int], bool], compiling: Callable[[], AbstractContextManager[object]]
+) -> Callable[[int], Step[PyTree]]:
+    """Step number → the compiled step, with the frozen part and a second model bound to it.
+
+    Args:
+        running: the run.
+        watched: step → whether its watched numbers are fetched.
+        compiling: a context for each compilation.
+    """
     # Several stages and watched steps share Programs; each is compiled once, when its first step comes.
     jitted: dict[str, Step[PyTree]] = {}
     second = running.run.models.resident
     others = (running.frozen,) if second is None else (running.frozen, running.reference)
 
     def jit_step(program: Program) -> Step[PyTree]:
-        step = jit_together(program, running.mesh)
+        step = jit_together(program, running.mesh, around=compiling)
         # The inputs of the Program in order: state, frozen part, second model, batch.
         return lambda state, batch: step(state, *others, batch)
 

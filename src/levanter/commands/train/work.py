@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from levanter.checkpoint import CheckpointRef
+from levanter.commands.train.run_report import RunSummary
 from levanter.commands.train.task import BetweenSteps, Result, TrainingTask
 from levanter.commands.train.trained_run import TrainedRun
 from levanter.compat.hf.peft import PeftAdapter, PeftPlan
@@ -49,6 +50,7 @@ class Trained:
         evaluation: the last evaluation by the task.
         throughput: average, without the first step.
         seconds: duration from the first step to the last.
+        report: its curves and where its time went; None in a process that does not print.
     """
 
     taken: int
@@ -60,6 +62,7 @@ class Trained:
     evaluation: Result | None
     throughput: Throughput
     seconds: float
+    report: RunSummary | None = None
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -83,4 +86,6 @@ class Trained:
             lines.append(self.evaluation.headline)
         if self.exported is not None:
             lines.append(f"Hugging Face export: {self.exported}")
+        if self.report is not None:
+            lines += self.report.lines
         return "\n".join(lines)
