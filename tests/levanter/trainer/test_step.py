@@ -14,8 +14,8 @@ from levanter.optim import AdafactorConfig
 
 
 @cache
-def on_one_device(devices, precision="f32", optimizer=ADAM):
-    return mesh_setup(1, 1, precision=precision, optimizer=optimizer).run(devices)
+def on_one_device(devices, precision="f32", optimizer=ADAM, steps=3):
+    return mesh_setup(1, 1, precision=precision, optimizer=optimizer).run(devices, steps=steps)
 
 
 def assert_same_run(found, expected, *, loss=1e-5, atol=1e-5):
@@ -88,6 +88,21 @@ def test_three_steps_equal_torch(devices):
         want = leaf_from_source(leaf, config.weight_rules(), ends)
         # Adam divides by the gradient's size: where that is near 0, rounding is all there is.
         np.testing.assert_allclose(found[f"model.{leaf.path}"], want, atol=2e-5, rtol=1e-4, err_msg=leaf.path)
+
+
+def test_norms_in_the_form_for_tpus_are_those_of_the_arrays(devices):
+    """`norms_fused`: norms of the parameters before a step and of what it adds, from arrays on the host."""
+    setup = mesh_setup(4, 2, more=(("norms_fused", True),))
+    (_, once), (history, twice) = (setup.run(devices, steps=steps) for steps in (1, 2))
+    assert_same_run((history, twice), on_one_device(tuple(devices), steps=2))
+
+    def norm(arrays):
+        return np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in arrays))
+
+    paths = [path for path in once if path.startswith("model.")]
+    assert history[1]["parameter_norm"] == pytest.approx(norm(once[path] for path in paths), rel=1e-5)
+    assert history[1]["update_norm"] == pytest.approx(norm(twice[p] - once[p] for p in paths), rel=1e-5)
+    assert history[1]["update_norm"] > 0
 
 
 MESHES = {

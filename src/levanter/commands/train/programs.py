@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import haliax as hax
+import jax
 
 from haliax_ext.abstract import leaves
 from haliax_ext.planner import ShardingPlan
@@ -83,6 +84,8 @@ def _recipe(run: TrainedRun, batches: BatchPlan, watch: Watch | None) -> StepRec
         watch=watch,
         # XLA for CPUs does not order a read of a donated array before its write; see `StepRecipe`.
         norms_first=run.platform == "cpu",
+        # The compiler of jax 0.10 needs no such form for the norms, and its kept figures are without it.
+        norms_fused=run.platform == "tpu" and jax.__version_info__ >= (0, 11),
         # Only dropout of adapters needs random bits, and a step without it carries none.
         draws=run.adapted is not None and run.adapted.config.dropout > 0,
     )
