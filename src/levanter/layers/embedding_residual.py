@@ -24,6 +24,8 @@ from levanter.layers.context import ForwardContext
 from levanter.layers.linear import Linear
 from levanter.layers.residual import PlainRule, ResidualRule, ResidualSpec
 
+GATE_CHANNEL = Axis("gate_channel", 24)
+"""The axis of what smear's gate reads."""
 X0, MIDDLE = "x0", "middle"
 """Constants of the forward pass: what the first layer reads, and the middle layer's output."""
 
@@ -40,9 +42,8 @@ class Smear(eqx.Module):
     gate: Linear
 
     @staticmethod
-    def init(channels: int = 24) -> "Smear":
+    def init(Channel: Axis) -> "Smear":
         """A smear that adds nothing, with a gate of zeros."""
-        Channel = Axis("gate_channel", channels)
         return Smear(
             scale=hax.zeros((), dtype=jnp.float32),
             gate=Linear(weight=hax.zeros((Channel,), dtype=jnp.float32), bias=None, In=(Channel.name,)),
@@ -119,6 +120,10 @@ class EmbeddingResidual(ResidualSpec):
         # In zigzag order, the entry before a token is not the token before it.
         return not self.smear
 
+    @property
+    def ends_axes(self) -> tuple[Axis, ...]:
+        return (GATE_CHANNEL,) if self.smear else ()
+
     def init(self, Embed: Axis, branches: int, *, key: jax.Array) -> tuple[ResidualRule, ...]:
         # The family sets the initial scalars, which depend on the layer.
         if not self.scalars:
@@ -130,6 +135,6 @@ class EmbeddingResidual(ResidualSpec):
         # Nothing here is random; the family draws the gate of smear.
         del Embed, key
         return SmearBackoutEnds(
-            smear=Smear.init() if self.smear else None,
+            smear=Smear.init(GATE_CHANNEL) if self.smear else None,
             backout_scale=None if self.backout is None else hax.full((), self.backout, dtype=jnp.float32),
         )

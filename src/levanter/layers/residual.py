@@ -111,6 +111,11 @@ class ResidualSpec:
         return ()
 
     @property
+    def ends_axes(self) -> tuple[Axis, ...]:
+        """The axes of the ends' weights other than `embed`."""
+        return ()
+
+    @property
     def matmul_parameters(self) -> int:
         """Weights of a layer's rules that multiply each token."""
         return 0

@@ -3,11 +3,12 @@
 from levanter.optim.config import AdafactorConfig as AdafactorConfig
 from levanter.optim.config import AdamConfig as AdamConfig
 from levanter.optim.config import LionConfig as LionConfig
-from levanter.optim.config import MuonConfig as MuonConfig
 from levanter.optim.config import OptimizerConfig as OptimizerConfig
 from levanter.optim.config import RmsPropConfig as RmsPropConfig
 from levanter.optim.config import SgdConfig as SgdConfig
 from levanter.optim.groups import GroupConfig as GroupConfig
+from levanter.optim.muon import MomentumSchedule as MomentumSchedule
+from levanter.optim.muon import MuonConfig as MuonConfig
 from levanter.optim.schedules import LrSchedule as LrSchedule
 from levanter.optim.schedules import Schedule as Schedule
 from levanter.optim.schedules import build_schedule as build_schedule

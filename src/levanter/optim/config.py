@@ -29,10 +29,9 @@ from levanter.config.validators import (
     Ranged,
 )
 from levanter.optim.adafactor import scale_by_adafactor, scale_by_parameter_rms
-from levanter.optim.groups import Group, GroupConfig, by_group, group_problems, keyed_groups
+from levanter.optim.groups import GroupConfig, by_group, group_problems, keyed_groups
 from levanter.optim.hessian import Hutchinson
-from levanter.optim.muon import Coefficients, is_hidden_matrix, scale_by_muon
-from levanter.optim.parameters import Parameter, decay_mask
+from levanter.optim.parameters import decay_mask
 from levanter.optim.schedules import Cycle, LrSchedule, Schedule, build_schedule, cycle_ends, divide, schedule_from_name
 from levanter.optim.skip_steps import SkipStepConfig, carry_recent
 from levanter.optim.transforms import clip_by_global_norm, scale_by_learning_rate
@@ -224,7 +223,8 @@ class OptimizerConfig(Ranged, draccus.ChoiceRegistry):
         """The stages and the learning rate."""
         schedule = self.schedule(num_train_steps)
         # Subclasses outside this project may define `stages` and `build` without `platform`.
-        stages = self.stages(schedule, **_accepted(self.stages, platform=platform, mappings=mappings))
+        passed = _accepted(self.stages, platform=platform, mappings=mappings, num_train_steps=num_train_steps)
+        stages = self.stages(schedule, **passed)
         scaled = scale_by_learning_rate if platform == "cpu" else optax.scale_by_learning_rate
         return [*stages, scaled(schedule)]  # pyright: ignore[reportArgumentType]
 
@@ -447,100 +447,3 @@ class SgdConfig(OptimizerConfig):
     def scaling(self) -> optax.GradientTransformation:
         # Without momentum there is no trace, which would be a copy of the gradients in the state.
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
-
-
-@OptimizerConfig.register_subclass("muon")
-@dataclass(frozen=True, kw_only=True)
-class MuonConfig(OptimizerConfig):
-    """Muon for the matrices between hidden layers; AdamW for embeddings, the output head, norms and biases.
-
-    Attributes:
-        learning_rate: of the matrices.
-        adam_lr: the peak for all others; it rises and falls as `learning_rate` does.
-        lr: upstream's key, without effect: `learning_rate` is what counts.
-        momentum: of the matrices: the part that is kept.
-        nesterov: whether the gradient is added once more.
-        backend_steps: steps of the iteration that makes a matrix orthogonal.
-        coefficient_type: its polynomial: `quintic` (fast, singular values about 0.7 to 1.2) or `simple` (slow, exact).
-        muon_epsilon: added to the norm that a matrix is divided by.
-        use_kimi_scaling: whether updates are scaled to AdamW's size, so that its learning rates and weight decay fit.
-        beta1, beta2, epsilon: of AdamW.
-        weight_decay: of the matrices.
-        adam_weight_decay: of all others; null for that of the matrices.
-        max_grad_norm: of all but the matrices, whose update does not depend on the gradient's size.
-    """
-
-    lr: LearningRate = 0.02
-    adam_lr: LearningRate = 6e-4
-    momentum: Decay = 0.95
-    nesterov: bool = True
-    backend_steps: PositiveInt = 5
-    coefficient_type: Coefficients = "quintic"
-    muon_epsilon: Epsilon = 1e-8
-    use_kimi_scaling: bool = False
-    beta1: Decay = 0.9
-    beta2: Decay = 0.95
-    epsilon: Epsilon = 1e-8
-    weight_decay: float = 0.0
-    adam_weight_decay: NonNegativeFloat | None = None
-
-    def _unsupported(self) -> Iterable[str]:
-        if self.learning_rate == 0:
-            yield "learning_rate: must be positive; adam_lr is scaled from it"
-        if self.backend_steps < 1:
-            yield f"backend_steps: must be at least 1, got {self.backend_steps}"
-
-    def scaling(self) -> optax.GradientTransformation:
-        return scale_by_muon(
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            steps=self.backend_steps,
-            epsilon=self.muon_epsilon,
-            coefficients=self.coefficient_type,
-            kimi=self.use_kimi_scaling,
-        )
-
-    def stages(self, schedule: Schedule, *, platform: str | None = None) -> list[optax.GradientTransformation]:
-        del schedule
-        # Clipping is part of AdamW's chain: an orthogonalized update does not depend on the gradient's size.
-        others = self.weight_decay if self.adam_weight_decay is None else self.adam_weight_decay
-        adam = [
-            self.clipping(platform),
-            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
-            self.decaying(others),
-            # The learning rate that follows is that of the matrices; this factor turns its peak into `adam_lr`.
-            optax.scale(self.adam_lr / self.learning_rate),
-        ]
-        matrices = [self.scaling(), self.decaying(self.weight_decay)]
-        return by_group(
-            [
-                Group(name="matrices", includes=is_hidden_matrix, chain=matrices),
-                Group(name="others", includes=_is_other, chain=adam),
-            ]
-        )
-
-    def clipping_before_groups(self, platform: str | None = None) -> optax.GradientTransformation:
-        # Here too, matrices neither count for the norm nor are scaled.
-        clip, untouched = self.clipping(platform), optax.identity()
-        both = by_group(
-            [
-                Group(name="matrices", includes=is_hidden_matrix, chain=[untouched]),
-                Group(name="others", includes=_is_other, chain=[clip]),
-            ]
-        )
-        return optax.chain(*both)
-
-    def group_fields(self, settings: GroupConfig) -> dict[str, Any]:
-        changes = super().group_fields(settings)
-        # A group may have matrices and others; its learning rate and decay replace those of both.
-        if settings.learning_rate is not None:
-            changes["adam_lr"] = settings.learning_rate
-        if settings.learning_rate_multiple is not None:
-            changes["adam_lr"] = self.adam_lr * settings.learning_rate_multiple
-        if settings.weight_decay is not None:
-            changes["adam_weight_decay"] = settings.weight_decay
-        return changes
-
-
-def _is_other(parameter: Parameter) -> bool:
-    return not is_hidden_matrix(parameter)

@@ -20,7 +20,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import optax
@@ -66,6 +66,7 @@ class GroupConfig(Ranged):
         beta2: decay rate of the second moment.
         epsilon: added to the root of the second moment.
         momentum: of optimizers that have one.
+        rule: of optimizers that update parameters by several rules (Muon): `muon` or `adam`.
     """
 
     learning_rate: LearningRate | None = None
@@ -79,6 +80,7 @@ class GroupConfig(Ranged):
     beta2: Decay | None = None
     epsilon: Epsilon | None = None
     momentum: Decay | None = None
+    rule: Literal["muon", "adam"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -85,6 +85,7 @@ def _decoder_tensors(config: DecoderConfig) -> tuple[ExpectedTensor, ...]:
     assert config.vocab_size is not None
     # Axes of tensors outside the layers; a layer's own sizes override them below, since layers may differ.
     outside = {"embed": config.hidden_dim, "vocab": config.vocab_size, "position": config.max_seq_len}
+    outside |= {axis.name: axis.size for axis in config.residual.ends_axes}
     # Unrolled, a rule is one tensor (or one for each expert) of one layer.
     rules = dataclasses.replace(config, scan_layers=False).weight_rules(hax.Axis("vocab", config.vocab_size))
     by_kind: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], str, dict[str, None]]] = {}
