@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from levanter.commands.catalog import ENTRY_POINTS, EntryPointRef
 from levanter.config import HelpRequested
 from levanter.config.errors import COMMAND_LINE, Problem, did_you_mean
+from levanter.config.loader import HELP_ALL
 
 if TYPE_CHECKING:
     from levanter.plan.preflight.state import Scope
@@ -118,7 +119,7 @@ With several targets: the worst exit code (3 before 4 before 2 before 6).
 examples:
   python -m levanter.main.plan eval_lm --config_path config/eval/demo.yaml --target local
   python -m levanter.main.plan train_lm --config_path config/train/llama2_7b_v4-32.yaml --target v4-32,v6e-16
-  python -m levanter.main.plan train_lm --help trainer.mesh
+  python -m levanter.main.plan train_lm --help
 """
 
 
@@ -144,7 +145,7 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
     split = _split(words)
     problems, values, switches, rest, names = split.problems, split.values, split.switches, split.rest, split.names
     # `--help` behind an entry point shows that entry point's keys, so no target is needed then.
-    wants_help = any(word in ("-h", "--help") for word in rest)
+    wants_help = any(word in ("-h", "--help", *HELP_ALL) for word in rest)
     entry = ENTRY_POINTS.get(names[0]) if names else None
     if entry is None:
         what = f"unknown entry point {names[0]!r}" if names else "the entry point must come first"

@@ -17,6 +17,7 @@ from levanter.base.exit_codes import BAD_INPUT, COMPILER_CRASH, DOES_NOT_FIT, NO
 from levanter.commands.catalog import ENTRY_POINTS
 from levanter.commands.cli.errors import shell
 from levanter.commands.cli.heartbeat import heartbeat
+from levanter.commands.cli.main import load_command_line
 from levanter.commands.plan_options import (
     FULL,
     LOCAL,
@@ -104,7 +105,7 @@ def _planned(request: PlanRequest) -> int:
         name = request.entry_point.name
         program = f"python -m levanter.main.plan {name}"
         try:
-            loaded = load_written(request.entry_point.config_class(), list(request.argv), program=program)
+            loaded = load_command_line(name, request.argv, program=program)
         except ConfigError as error:
             raise ConfigError(map(suggest_plan_option, error.problems)) from error
         check_prices(loaded.config.plan, targets)

@@ -44,6 +44,8 @@ class _Invalid:
         return "INVALID"
 
 
+FILE_FLAGS = ("config_path", "config", "configs")
+"""The words of a command line that name files, and no keys."""
 LONGEST_TEXT = 200
 """Characters of a value that are shown."""
 INVALID: Final = _Invalid()
@@ -138,7 +140,7 @@ class Decoder:
         node = _unfolded(node)
         if not isinstance(node, MapNode):
             hint = "; write {} for the defaults" if isinstance(node, Scalar) and node.value is None else ""
-            return self.expected(cls, node, path, hint)
+            return self.expected(cls, node, path, hint or self._block_hint(node, path))
         known = config_fields(cls)
         # A block of a single registered class may repeat its `type:`, as a canonical dump writes it.
         if TYPE_KEY in node and TYPE_KEY not in known and not skip and (type_name := registered_name(cls)) is not None:
@@ -165,6 +167,20 @@ class Decoder:
         # Only after the class accepted its values: a refused block is no explicit key of anything.
         self.written |= {".".join((*path, name)) for name in arguments}
         return instance
+
+    def _block_hint(self, node: Node, path: Keys) -> str:
+        """What to write for a checkpoint or a text file that was given as the block `model` or `data`, or ""."""
+        if not isinstance(node, Scalar) or not node.text:
+            return ""
+        outermost = config_fields(self.root) if is_dataclass(self.root) else {}
+        checkpoint = next((key for key in ("hf_checkpoint", "initialize_from_hf") if key in outermost), None)
+        # A word without a slash is rather the name of an architecture than a checkpoint.
+        if path == ("model",) and checkpoint is not None and ("/" in node.text or node.text.endswith(".gguf")):
+            return f"; `model` is the architecture, and a checkpoint is {checkpoint}: {node.text}"
+        if path == ("data",):
+            urls = "train_urls" if "optimizer" in outermost else "validation_urls"
+            return f"; name the text: data.components.NAME.source.{urls}: [{node.text}]"
+        return ""
 
     def _refused(self, message: str, node: MapNode, path: Keys, known: set[str]) -> _Invalid:
         """Records the problems in the `ValueError` of a configuration class, each at the mark of its block.
@@ -199,9 +215,11 @@ class Decoder:
             return
         others = [name for name, cls in choices.items() if entry.key in config_fields(cls)]
         vocabulary = {*known, *self.old_keys(path)} - {entry.key}
-        hint = f"; it is a key of {TYPE_KEY}: {' or '.join(others[:3])}" if others else ""
-        # A known name of the same thing says more than a key of another block or a similar word.
-        hint = hint or same_key(entry.key, known)
+        if not path and entry.mark.source == COMMAND_LINE:
+            vocabulary.update(FILE_FLAGS)
+        # A known name of the same thing says more than a key of another type or block, or a similar word.
+        hint = same_key(entry.key, known)
+        hint = hint or (f"; it is a key of {TYPE_KEY}: {' or '.join(others[:3])}" if others else "")
         # A key of another block is misplaced: similar names in this block would be a misleading hint.
         other_paths = [p for p in key_paths(self.root).get(entry.key, ()) if p != ".".join((*path, entry.key))]
         if not hint and other_paths:
@@ -226,7 +244,7 @@ class Decoder:
         if not isinstance(node, MapNode):
             known = isinstance(node, Scalar) and node.text in choices
             hint = f"; write {{{TYPE_KEY}: {node.text}}}" if known else f" ({TYPE_KEY}: {names})"  # type: ignore[union-attr]
-            return self.expected(base, node, path, hint)
+            return self.expected(base, node, path, self._block_hint(node, path) or hint)
         type_entry = node.entry(TYPE_KEY)
         if type_entry is None:
             name = base.default_choice_name()
@@ -334,7 +352,7 @@ class Decoder:
             self.problems += min(same_kind, key=len)
             return INVALID
         literals = [arg for m in members if get_origin(m) is Literal for arg in get_args(m) if isinstance(arg, str)]
-        return self.expected(annotation, node, path, names=literals)
+        return self.expected(annotation, node, path, self._block_hint(node, path), names=literals)
 
     # --- scalars ------------------------------------------------------------------------------------------------
 

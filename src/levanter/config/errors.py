@@ -121,6 +121,12 @@ SAME_KEYS: Mapping[str, str] = {
     "max_tune_length": "train_seq_len",
     "train_split": "splits",
     "validation_split": "splits",
+    "lr": "learning_rate",
+    "max_lr": "learning_rate",
+    "bs": "train_batch_size",
+    "max_steps": "num_train_steps",
+    "num_steps": "num_train_steps",
+    "seq_len": "train_seq_len",
 }
 """Keys of some commands and scripts → the key of the same thing where it has another name."""
 

@@ -6,7 +6,7 @@ Each step collects problems and continues if it can, so that one `ConfigError` l
 
     --config_path X | --config X | --configs A B …      files, merged in order; later ones win
     --a.b.c value   or   --a.b.c=value                  one key; the value is read as YAML
-    --help [prefix]                                     the keys, their types and defaults
+    --help [prefix] | --help_all                        the keys, their types and defaults
 
 All overrides together are one document that is merged last, so `--trainer.mesh.axes '{model: 2}'` and
 `--trainer.mesh.axes.model 2` mean the same.
@@ -24,7 +24,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from levanter.base.bounded_json import lone_surrogate
-from levanter.config.decode import INVALID, Decoder
+from levanter.config.decode import FILE_FLAGS, INVALID, Decoder
 from levanter.config.errors import COMMAND_LINE, ConfigError, Mark, Problem
 from levanter.config.explicit_keys import ExplicitKeys
 from levanter.config.help import explain
@@ -77,13 +77,22 @@ def load(config_class: type[C], argv: Sequence[str] | None = None, *, program: s
     return _config_only(load_written(config_class, argv, program=program))
 
 
-def load_written(config_class: type[C], argv: Sequence[str] | None = None, *, program: str | None = None) -> Loaded[C]:
+def load_written(
+    config_class: type[C],
+    argv: Sequence[str] | None = None,
+    *,
+    program: str | None = None,
+    common: Sequence[str] = (),
+    example: str = "",
+) -> Loaded[C]:
     """Loads the configuration of a command line and logs a warning for each translated key.
 
     Args:
         config_class: the entry point's dataclass.
         argv: the words after the program's name; `sys.argv[1:]` where None.
         program: what a user types before those words; default the module that the class is in.
+        common: the keys that most runs set, with which `--help` begins.
+        example: a configuration file to begin with.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -93,7 +102,9 @@ def load_written(config_class: type[C], argv: Sequence[str] | None = None, *, pr
     if arguments.help is not None:
         # `--model.type llama --help model` lists the keys of the chosen type.
         chosen = {key.removesuffix(TYPE_SUFFIX): name for key, name in arguments.overrides if key.endswith(TYPE_SUFFIX)}
-        raise HelpRequested(explain(config_class, arguments.help, chosen, program=program))
+        first = () if arguments.help_all else common
+        text = explain(config_class, arguments.help, chosen, program=program, common=first, example=example)
+        raise HelpRequested(text)
     loaded = read(config_class, paths=arguments.paths, overrides=arguments.overrides)
     for change in loaded.changes:
         logger.warning("%s", change)
@@ -279,7 +290,7 @@ def _show(text: object) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-FILE_FLAGS = ("config_path", "config", "configs")
+HELP_ALL = ("--help_all", "--help-all")
 _HERE = Mark(source=COMMAND_LINE)
 
 
@@ -291,11 +302,13 @@ class CommandLine:
         paths: configuration files, in order.
         overrides: pairs (dotted key, text).
         help: None, or the prefix of the keys to explain ("" for all).
+        help_all: whether `--help_all` was given.
     """
 
     paths: tuple[str, ...] = ()
     overrides: tuple[tuple[str, str], ...] = ()
     help: str | None = None
+    help_all: bool = False
 
 
 def parse_argv(argv: Sequence[str]) -> CommandLine:
@@ -312,6 +325,7 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
     paths: dict[str, list[str]] = {}
     overrides: list[tuple[str, str]] = []
     wants_help: str | None = None
+    help_all = False
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -319,8 +333,13 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
             # `--help` may be followed by the prefix of the keys to explain.
             wants_help = rest.pop(0).removeprefix("--") if rest and not rest[0].startswith("-") else ""
             continue
+        if word in HELP_ALL:
+            wants_help, help_all = "", True
+            continue
         if not word.startswith("--") or word == "--":
-            problems.append(Problem(message=f"expected --key value, got {word!r}", mark=_HERE))
+            is_file = word.lower().endswith((".yaml", ".yml", ".json"))
+            hint = f"; did you mean --config_path {word}?" if is_file else ""
+            problems.append(Problem(message=f"expected --key value, got {word!r}{hint}", mark=_HERE))
             continue
         key, equals, text = word[2:].partition("=")
         # After `--configs` several words are values; any other key takes one.
@@ -346,6 +365,7 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
         paths=tuple(path for occurrences in paths.values() for path in occurrences),
         overrides=tuple(overrides),
         help=wants_help,
+        help_all=help_all,
     )
 
 

@@ -138,6 +138,20 @@ def choice_names(base: type[ChoiceType]) -> tuple[str, ...]:
     return tuple(sorted(list_names()))
 
 
+def offered_names(base: type[ChoiceType]) -> tuple[str, ...]:
+    """The names of a registry that a run can use: those whose classes only read upstream's documents are left out.
+
+    These classes, or their bases, are in modules called `unsupported`.
+    """
+    known = base.get_known_choices()
+
+    def is_refused(cls: type | None) -> bool:
+        return cls is not None and any(c.__module__.endswith(".unsupported") for c in cls.__mro__)
+
+    # A name whose class is not imported yet is one of ours.
+    return tuple(name for name in choice_names(base) if not is_refused(known.get(name)))
+
+
 def registered_name(cls: type) -> str | None:
     """The name under which a class is registered with one of its base classes."""
     for base in cls.__mro__[1:]:

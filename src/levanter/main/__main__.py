@@ -1,13 +1,17 @@
-"""`levanter X …` is `python -m levanter.main.X …`; without a command, the list of them. It imports none of them."""
+"""`levanter X …` is `python -m levanter.main.X …`; without a command, the list of them. It imports none of them.
+
+`python -m levanter` is the same program.
+"""
 
 import ast
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from pathlib import Path
-from textwrap import shorten
+from textwrap import wrap
 
+from levanter.commands.guides import GROUPS, GUIDES, OTHER_NAMES, Guide
 from levanter.upstream.unsupported.entry_points import ABSENT
 
 WIDTH = 120
@@ -26,18 +30,31 @@ def commands(folder: Path = Path(__file__).parent) -> dict[str, str]:
 
 
 def listed() -> str:
-    """The list of commands; those that are not implemented yet by name only."""
+    """The commands by group; those that are not implemented yet by name only."""
     summaries = commands()
     width = max(map(len, summaries))
-    lines = ["usage: levanter COMMAND [--config_path FILE] [--KEY VALUE …]", ""]
-    lines += [
-        f"  {name:<{width}}  {shorten(summary, WIDTH - width - 4, placeholder=' …')}"
-        for name, summary in summaries.items()
+    groups: dict[str, list[str]] = {group: [] for group in GROUPS}
+    # In the order of the guides, which is that of a reader; commands without a guide follow.
+    for name in [*(name for name in GUIDES if name in summaries), *(summaries.keys() - GUIDES.keys())]:
+        summary, *more = wrap(summaries[name], WIDTH - width - 4)
+        lines = [f"  {name:<{width}}  {summary}", *(" " * (width + 4) + line for line in more)]
+        groups[GUIDES.get(name, Guide(GROUPS[-1])).group] += lines
+    text = ["usage: levanter COMMAND [--config_path FILE] [--KEY VALUE …]"]
+    text += [line for group, lines in groups.items() if lines for line in ("", f"{group}:", *lines)]
+    text += ["", *wrap(f"not implemented yet: {', '.join(sorted(ABSENT))}", WIDTH)]
+    text += [
+        "",
+        "`levanter COMMAND --help` lists its keys, `levanter --version` prints the version, and",
+        "`levanter --completion bash` (or zsh) a script that completes commands, keys and choices.",
+        "Runs on pods are launched by `python -m levanter.infra.launch`.",
     ]
-    lines += ["", f"not implemented yet: {', '.join(sorted(ABSENT))}"]
-    lines += ["", "`levanter COMMAND --help` lists its keys; `levanter --version` prints the version.",
-              "Runs on pods are launched by `python -m levanter.infra.launch`."]  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join(text)
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """What to run instead of a word that is no command."""
+    other = OTHER_NAMES.get(name)
+    return f"; here it is `{other}`" if other else import_module("levanter.config.errors").did_you_mean(name, known)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,12 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"levanter {import_module('levanter.io.package_version').version()}")
         return 0
+    if words[0] in ("--completion", "--complete"):
+        return import_module("levanter.commands.cli.completion").main(words, sorted(commands()))
     # Commands are modules, so `eval-lm` is accepted for `eval_lm`.
     name = words[0].replace("-", "_")
     known = commands().keys() | ABSENT.keys()
     if name not in known:
-        near = import_module("levanter.config.errors").did_you_mean(name, sorted(known))
-        print(f"error: unknown command {words[0]!r}{near}\n\n{listed()}", file=sys.stderr)
+        print(f"error: unknown command {words[0]!r}{hint(name, sorted(known))}\n\n{listed()}", file=sys.stderr)
         return 2
     # `execv` replaces the process without flushing Python's buffers.
     sys.stdout.flush()

@@ -3,7 +3,7 @@
 import pytest
 
 from levanter.config.errors import ConfigError
-from levanter.config.loader import CommandLine, overrides_document, parse_argv
+from levanter.config.loader import CommandLine, load, overrides_document, parse_argv
 from levanter.config.yaml_nodes import to_plain
 
 pytestmark = pytest.mark.quick
@@ -47,7 +47,7 @@ ONE_OF = (
     [
         (["--config", "a", "--config_path", "b"], [ONE_OF]),
         (["--config_path", "a", "--config_path", "b"], [ONE_OF]),
-        (["run.yaml"], ["command line: expected --key value, got 'run.yaml'"]),
+        (["run.yaml"], ["command line: expected --key value, got 'run.yaml'; did you mean --config_path run.yaml?"]),
         (["--a", "1", "2"], ["command line: expected --key value, got '2'"]),
         (["--a"], ["command line: --a needs a value"]),
         (["--a", "--b", "1"], ["command line: --a needs a value"]),
@@ -83,3 +83,21 @@ def test_help(argv: list[str], prefix: str | None):
 )
 def test_overrides_are_one_document(pairs: list[tuple[str, str]], document: dict):
     assert to_plain(overrides_document(pairs)) == document
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train.yaml"], "did you mean --config_path train.yaml?"),
+        (["--confg_path", "a.yaml"], "did you mean `config_path`?"),
+        (["--optimizer.lr", "1e-3"], "optimizer.lr: unknown key; here it is `learning_rate`"),
+        (["--model", "org/name"], "a checkpoint is hf_checkpoint: org/name"),
+        (["--data", "a.jsonl"], "data.components.NAME.source.train_urls: [a.jsonl]"),
+    ],
+)
+def test_what_people_type_first_has_a_hint(words, hint):
+    from levanter.commands.train.config import TrainLmConfig
+
+    with pytest.raises(ConfigError) as caught:
+        load(TrainLmConfig, words)
+    assert hint in str(caught.value)

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from levanter.commands.catalog import ENTRY_POINTS
+from levanter.commands.cli.main import run_command
+from levanter.commands.guides import GROUPS, GUIDES
+from levanter.config import parse
+from levanter.config.help import key_lines
 from levanter.main.__main__ import commands, main
 from levanter.upstream.unsupported.entry_points import ABSENT
 
@@ -26,10 +30,68 @@ def test_every_command_is_listed_with_what_it_does(capsys):
     for name, what in commands().items():
         assert what.endswith((".", "?")), name
         assert f"  {name} " in said
+    assert set(GUIDES) <= commands().keys()
+    headings = [line[:-1] for line in said.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == [group for group in GROUPS if group in headings] and "Others" not in headings
     absent = said.split("not implemented yet: ")[1].partition("\n")[0].split(", ")
     assert set(absent) == ABSENT.keys() and not ABSENT.keys() & commands().keys()
     assert ENTRY_POINTS.keys() | {"plan", "migrate", "cache_dataset"} <= commands().keys()
-    assert max(map(len, said.splitlines())) <= 160
+    assert max(map(len, said.splitlines())) <= 120
+    # Whole descriptions.
+    flat = " ".join(said.split())
+    assert not [name for name, what in commands().items() if " ".join(what.split()) not in flat]
+
+
+@pytest.mark.parametrize("name", sorted(GUIDES))
+def test_guides_name_keys_and_documents_that_exist(name):
+    guide = GUIDES[name]
+    assert guide.group in GROUPS and (not guide.example or (ROOT / guide.example).is_file())
+    if name in ENTRY_POINTS:
+        cls = ENTRY_POINTS[name].config_class()
+        assert len(guide.keys) == 5 and set(guide.keys) <= {key.path for key in key_lines(cls)}
+        if guide.example:
+            parse(cls, paths=[str(ROOT / guide.example)])
+
+
+def test_every_listed_entry_point_has_a_guide():
+    assert ENTRY_POINTS.keys() <= GUIDES.keys()
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("launch", "python -m levanter.infra.launch"),
+        ("train", "levanter train_lm"),
+        ("chat", "levanter inference_repl"),
+    ],
+)
+def test_words_of_other_tools(word, instead, capsys):
+    assert main([word]) == 2
+    assert f"error: unknown command {word!r}; here it is `{instead}`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train_lm", "serve", "export_lm_to_hf"])
+def test_a_command_without_words_says_how_to_begin(name, capsys):
+    assert run_command(name, []) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {name} needs a configuration: a file, or keys")
+    assert all(f"--{key} " in said for key in GUIDES[name].keys) and GUIDES[name].example in said
+    assert len(said.splitlines()) < 30
+
+
+def test_help_begins_with_the_keys_that_most_runs_set(capsys):
+    assert run_command("train_lm", ["--help"]) == 0
+    short = capsys.readouterr().out
+    first = short.partition("keys that most runs set:\n")[2].partition("\n\n")[0]
+    assert [line.split()[0][2:] for line in first.splitlines() if line.startswith("  --")] == list(
+        GUIDES["train_lm"].keys
+    )
+    assert "--trainer  " in short and "--trainer.mesh" not in short
+    assert run_command("train_lm", ["--help_all"]) == 0
+    long = capsys.readouterr().out
+    assert "--trainer.mesh.axes" in long and len(long) > 4 * len(short)
+    # Choices that are refused are not offered.
+    assert "llama" in short and "whisper" not in long and "kron" not in long
 
 
 @pytest.mark.parametrize(("word", "near"), [("eval-ml", "`eval_lm`"), ("trainlm", "`train_lm`"), ("plann", "`plan`")])
@@ -53,7 +115,7 @@ main(["--help"])
 heavy = {"jax", "numpy", "haliax", "equinox", "draccus", "yaml", "transformers"} & sys.modules.keys()
 ours = {name for name in sys.modules if name.startswith("levanter")}
 packages = {name.split(".")[1] for name in ours if "." in name}
-assert not heavy and packages == {"upstream", "main", "io", "base"}, (heavy, ours)
+assert not heavy and packages == {"upstream", "main", "io", "base", "commands"}, (heavy, ours)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

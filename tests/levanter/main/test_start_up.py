@@ -51,14 +51,14 @@ TRAINING = {"train_lm", "lora_lm", "sft", "sft_mixture", "train_dpo", "lora_dpo"
 
 @pytest.mark.parametrize("door", sorted(ENTRY_POINTS.keys() - TRAINING))
 def test_help_imports_nothing_that_runs(door):
-    code, packages, shown = imported_by(door, "--help")
+    code, packages, shown = imported_by(door, "--help_all")
     assert code == 0 and shown.startswith(f"usage: python -m levanter.main.{door} ")
     assert "--trainer.mesh.axes" in shown
     assert not packages & set(RUNS)
 
 
 def test_help_behind_plan_imports_nothing_that_runs():
-    code, packages, shown = imported_by("plan", "eval_lm", "--help")
+    code, packages, shown = imported_by("plan", "eval_lm", "--help_all")
     assert code == 0 and "--trainer.mesh.axes" in shown
     assert not packages & set(RUNS)
 
@@ -71,5 +71,5 @@ def test_a_misspelt_key_is_said_before_anything_that_runs_is_imported():
 
 def test_help_of_one_family_has_its_keys():
     code, _, shown = imported_by("eval_lm", "--model.type", "gemma2", "--help", "model")
-    assert code == 0 and "llama" in shown and "apertus" in shown
+    assert code == 0 and "llama" in shown and "apertus" not in shown
     assert "--model.attn_logit_softcapping" in shown

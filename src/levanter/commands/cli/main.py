@@ -6,13 +6,40 @@ Neither `python -m levanter.main.eval_lm --help` nor an invalid configuration im
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from levanter.commands.catalog import ENTRY_POINTS, collection_paused
 from levanter.commands.cli.errors import shell
 from levanter.commands.cli.lifecycle import exit_process as exit_process
 from levanter.commands.cli.signals import interrupts_deferred
-from levanter.config import load_written
+from levanter.commands.guides import GROUPS, GUIDES, Guide
+from levanter.config import Loaded, load_written
+from levanter.config.help import first_steps
 from levanter.io import setup_logging
+
+
+class NoConfigurationError(ValueError):
+    """A command was given nothing at all; the message says how to begin."""
+
+
+def load_command_line(name: str, words: Sequence[str], *, program: str) -> Loaded[Any]:
+    """The configuration of a listed entry point; help begins with its guide.
+
+    Args:
+        name: name of the entry point.
+        words: the command line without the program's name.
+        program: what a user types before these words.
+
+    Raises:
+        NoConfigurationError: there are no words: no run works with defaults alone, and its errors explain nothing.
+        ConfigError: with everything that is wrong.
+        HelpRequested: with the help text.
+    """
+    config_class, guide = ENTRY_POINTS[name].config_class(), GUIDES.get(name, Guide(GROUPS[-1]))
+    if not words:
+        steps = first_steps(config_class, program=program, common=guide.keys, example=guide.example)
+        raise NoConfigurationError(steps)
+    return load_written(config_class, list(words), program=program, common=guide.keys, example=guide.example)
 
 
 def run_command(name: str, argv: Sequence[str] | None = None) -> int:
@@ -27,7 +54,7 @@ def run_command(name: str, argv: Sequence[str] | None = None) -> int:
     def run_command_line() -> int:
         setup_logging()
         words = list(sys.argv[1:] if argv is None else argv)
-        loaded = load_written(ref.config_class(), words, program=f"python -m levanter.main.{name}")
+        loaded = load_command_line(name, words, program=f"python -m levanter.main.{name}")
         # Importing JAX takes seconds, and its C++ modules abort if an import is interrupted.
         with interrupts_deferred(), collection_paused():
             from levanter.commands.cli.runner import run_config
