@@ -41,6 +41,8 @@ MINUS_ONE = {
     "TrainerConfig.per_device_eval_parallelism",
     # An exponent that must be negative.
     "PowerLrSchedule.b",
+    # A learned factor begins at any number.
+    "NanochatConfig.backout",
     # An id that no token has.
     "LmDataConfig.ignore_token_id",
     # All of them; less of what was there.
@@ -146,6 +148,7 @@ ZERO = {
     "Qwen3MoeConfig.mlp_only_layers",
     "_LateWindowConfig.max_window_layers",
     "SmolLM3Config.no_rope_layers",
+    "NanochatConfig.backout",
     "YarnRotaryConfig.mscale",
     "YarnRotaryConfig.mscale_all_dim",
     # An optimizer's: off.

@@ -35,6 +35,7 @@ WITHOUT_A_PLAN = {
     "demo_serve",
     "demo_sft",
     "cache_dataset",
+    "train_tokenizer",
     "demo_train",
     "migrate",
 }
