@@ -82,9 +82,9 @@ def _keys(cls: type, word: str, chosen: dict[str, str]) -> list[str]:
     flags = [*FILE_FLAGS, "help", "help_all"]
     depth = word.count(".")
     paths = dict.fromkeys([*flags, *(key.path for key in key_lines(cls, chosen))])
-    parts = [path.split(".") for path in paths]
+    keys = [path.split(".") for path in paths]
     # A block ends with a dot, so that the next completion lists its keys.
-    offered = {".".join(p[: depth + 1]) + ("." if len(p) > depth + 1 else "") for p in parts if len(p) > depth}
+    offered = {".".join(p[: depth + 1]) + ("." if len(p) > depth + 1 else "") for p in keys if len(p) > depth}
     blocks = {path[:-1] for path in offered if path.endswith(".")}
     return sorted(f"--{path}" for path in offered - blocks if f"--{path}".startswith(word))
 
