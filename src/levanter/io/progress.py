@@ -1,8 +1,9 @@
 """Progress of a whole job: done, total, rate and time left, from the first second to the last.
 
 One `Progress` counts one kind of unit (bytes, tokens, rows) over everything there is to do, never per file. On a
-terminal it is one bar; elsewhere a line in the log at once, then every ten seconds (also when nothing moved: a job that
-makes no progress is visible), and a last one with the average rate. `Meter` does the arithmetic and needs only a clock.
+terminal it is one bar; elsewhere a line in the log at once, then every ten seconds while it moves, and a last one with
+the average rate. A job that makes no progress says so after ten seconds, then after twice as long each time. `Meter`
+does the arithmetic and needs only a clock.
 """
 
 import logging
@@ -78,6 +79,12 @@ class Meter:
             return None
         if self.done >= self.total:
             return 0.0
+        # Units arrive in steps (batches). From step to step the rate of a steady job is constant; the rate up to now
+        # falls until the next step arrives, and the time left would rise and fall with it.
+        (then, done), (last, _) = self._samples[0], self._samples[-1]
+        waited, usual = self.clock() - last, (last - then) / max(len(self._samples) - 1, 1)
+        if self.done > done and waited <= 2 * usual:
+            return max((self.total - self.done) * (last - then) / (self.done - done) - waited, 0.0)
         rate = self.rate
         return (self.total - self.done) / rate if rate > 0 else None
 
@@ -146,6 +153,8 @@ class Progress:
         target: IO[str] = sys.stderr if stream is None else stream
         self._bar = _Bar(description, target) if show and (target.isatty() if bar is None else bar) else None
         self._last_line = -float("inf")
+        self._last_state: tuple[str, str] | None = None
+        self._quiet = interval
 
     def __enter__(self) -> "Progress":
         if not self._lazy:
@@ -201,10 +210,14 @@ class Progress:
             if self._bar is not None:
                 self._bar.show(self.meter, self._note)
                 return
-            now = self._clock()
-            if now - self._last_line < self._interval:
+            now, state = self._clock(), (self.meter.counts(), self._note)
+            if state != self._last_state:
+                self._quiet = self._interval
+            if now - self._last_line < self._quiet:
                 return
-            self._last_line = now
+            # The same line again tells that the job has not ended; it need not tell it every ten seconds.
+            self._quiet = 2 * self._quiet if state == self._last_state else self._interval
+            self._last_line, self._last_state = now, state
             note = f" ({self._note})" if self._note else ""
             logger.info("%s: %s%s", self.description, self.meter.describe(), note)
 

@@ -152,3 +152,33 @@ def test_amounts(count, unit, expected):
 
 def test_durations():
     assert [duration(s) for s in (0, 7.4, 750, 3723)] == ["0:00", "0:07", "12:30", "1:02:03"]
+
+
+@pytest.mark.parametrize("step", [7.0, 20.0, 45.0])
+def test_the_time_left_of_a_steady_job_falls_steadily(step):
+    """Units arrive in steps (batches); between them the rate up to now falls, but the time left must not rise."""
+    clock = FakeClock()
+    meter = Meter(total=1000, unit="tokens", clock=clock)
+    shown = []
+    for second in range(1, int(10 * step)):
+        clock.now += 1
+        if second % step == 0:
+            meter.advance_to(meter.done + 100)
+        if meter.done:
+            shown.append((second, meter.seconds_left))
+    # The end is at 10 steps, and every estimate says so.
+    assert len(shown) > 50 and all(left == pytest.approx(10 * step - second, abs=0.01) for second, left in shown)
+
+
+def test_a_line_that_did_not_change_is_repeated_ever_more_rarely(caplog):
+    clock = FakeClock()
+    with caplog.at_level(logging.INFO):
+        progress = Progress("scoring", total=100, unit="rows", clock=clock, bar=False)
+        for second in range(600):
+            clock.now += 1
+            if second == 300:
+                progress.advance(10)
+            progress.tick()
+    lines = [record.message for record in caplog.records]
+    # After 0, 10, 30, 70 and 150 seconds, at the change, and then again.
+    assert [line.split("/")[0] for line in lines] == ["scoring: 0 rows "] * 5 + ["scoring: 10 rows "] * 5

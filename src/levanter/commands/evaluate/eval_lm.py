@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "eval_lm"
 DEFAULT_ROWS_PER_DEVICE = 8
+MIN_ROW = 128
+"""Rows of a short text are not shortened below this length."""
 FETCH_BEHIND = 2
 """Batches in flight before a result is fetched, so that host work overlaps with device work."""
 
@@ -120,7 +122,20 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
         target: the devices.
         written: the keys that the user wrote; None for a config made in Python.
     """
-    written = ExplicitKeys.in_python(config) if written is None else written
+    return _describe(config, target, ExplicitKeys.in_python(config) if written is None else written, None)
+
+
+def _describe(
+    config: EvalLmConfig, target: Target, written: ExplicitKeys, filled_rows: int | None
+) -> RunPlan[EvalWork]:
+    """As `describe`.
+
+    Args:
+        config: what is evaluated.
+        target: the devices.
+        written: the keys that the user wrote.
+        filled_rows: the number of rows of the text, if they are fewer than those of a batch and known.
+    """
     data, checks = _find_data(config)
     pretrained = describe_pretrained(
         ModelChoice.of(
@@ -133,7 +148,7 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
             tokenizer=config.data.tokenizer if "data.tokenizer" in written else None,
         ),
         target,
-        batch=lambda ways: batch_rows(config, ways)[0],
+        batch=lambda ways: batch_rows(config, ways, filled_rows)[0],
         positions=config.max_eval_length,
     )
     trained_length = pretrained.config.max_seq_len
@@ -146,10 +161,10 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
     # marked as written so that this happens once.
     if "max_eval_length" not in written and config.max_eval_length > trained_length:
         chosen = replace(written, keys=written.keys | {"max_eval_length"})
-        return describe(replace(config, max_eval_length=trained_length), target, written=chosen)
+        return _describe(replace(config, max_eval_length=trained_length), target, chosen, filled_rows)
     checks += [*pretrained.checks, *unsupported_option_checks(config, written)]
     checks += _length_checks(config.max_eval_length, pretrained.config)
-    rows, why = batch_rows(config, pretrained.resolved.batch_ways)
+    rows, why = batch_rows(config, pretrained.resolved.batch_ways, filled_rows)
     checks.append(Check(name="batch", status="ok", message=f"{rows} rows of {config.max_eval_length} tokens: {why}"))
     checks += output_checks(*output_key(config))
     work = EvalWork(config=config, pretrained=pretrained, data=data, batch_rows=rows)
@@ -158,6 +173,12 @@ def describe(config: EvalLmConfig, target: Target, *, written: ExplicitKeys | No
     except (DataError, MissingFileError, UnreadableFileError) as error:
         checks.append(Check(name="text", status="error", message=str(error), error=error))
         batches, how, sequences = None, "the text cannot be read", None
+    if sequences is not None and filled_rows is None:
+        # The rows of short text are known: described again, with a batch that is no larger than the text fills.
+        length, filled = _filled(sequences, rows)
+        if length < config.max_eval_length or filled < rows:
+            chosen = replace(written, keys=written.keys | {"max_eval_length"})
+            return _describe(replace(config, max_eval_length=length), target, chosen, filled)
     if sequences is not None:
         losses = (f"no bits per byte for {loss}" for loss in sequences.text_losses)
         checks += [Check(name="data", status="note", message=message) for message in losses]
@@ -220,10 +241,29 @@ def _count_batches(work: EvalWork) -> tuple[int | None, str, EvalSequences | Non
     return len(batches), f"{sequences.token_count:,} tokens of text", sequences
 
 
-def batch_rows(config: EvalLmConfig, ways: int) -> tuple[int, str]:
-    """Rows of a global batch, and why."""
+def _filled(sequences: EvalSequences, rows: int) -> tuple[int, int]:
+    """The length of rows and the number of rows that a text fills, at most those of a batch of `rows`."""
+    length, tokens = sequences.max_length, max((span.stop - span.start for span in sequences.sets), default=0)
+    # Sets given as rows (chats) keep their length. Halves are sharded as the whole is; below 128 nothing is gained.
+    while length % 2 == 0 and length // 2 >= max(tokens, MIN_ROW) and all(s.stride is None for s in sequences.sets):
+        length //= 2
+    # A row that contains a whole set is its only one.
+    filled = len(sequences.sets) if length < sequences.max_length else sequences.row_count
+    return length, min(filled, rows)
+
+
+def batch_rows(config: EvalLmConfig, ways: int, filled_rows: int | None = None) -> tuple[int, str]:
+    """Rows of a global batch, and why.
+
+    Args:
+        config: what is evaluated.
+        ways: shards of the batch axis.
+        filled_rows: see `_describe`.
+    """
     # Per device and step by configuration; a batch covers all shards of the batch axis.
     rows, why = configured_rows(config.trainer) or (DEFAULT_ROWS_PER_DEVICE, "the default")
+    if filled_rows is not None and -(-max(filled_rows, 1) // ways) < rows:
+        rows, why = -(-max(filled_rows, 1) // ways), f"the text fills {filled_rows}"
     return rows * ways, per_device(rows, why, ways)
 
 

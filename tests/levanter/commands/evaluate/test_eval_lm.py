@@ -223,3 +223,29 @@ def test_words_whose_ids_lose_their_text_are_scored_in_nats(tmp_path, capsys):
     assert lost["bytes"] is lost["bits_per_byte"] is None and "the ids of 2 of 2 documents" in lost["no_bits_per_byte"]
     assert result["overall"]["micro"]["bits_per_byte"] is result["overall"]["macro"]["bits_per_byte"] is None
     assert "no bits/byte for lost: the ids of 2 of 2 documents do not keep their text" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "length", "batch"),
+    [
+        # 1 and 10 tokens fit the shortest row; 4 devices of data share one row each.
+        (1, 1024, "4 rows of 128 tokens: 1 per device"),
+        (10, 1024, "4 rows of 128 tokens: 1 per device"),
+        # Some thousand tokens fill a few rows of their length, not a batch of 32.
+        (1000, 256, "rows of 256 tokens: "),
+        # A row that is a little too short for the text keeps its length.
+        (100, 129, "rows of 129 tokens: "),
+    ],
+)
+def test_a_batch_is_no_larger_than_the_text_fills(words, length, batch, tmp_path, folder, capsys):
+    text = tmp_path / "short.jsonl"
+    text.write_text(json.dumps({"text": " ".join(TEXT.split()[n % 7] for n in range(words))}) + "\n")
+    path = config_file(tmp_path, folder, text, max_eval_length=length, trainer__per_device_eval_parallelism=8)
+    assert run(path) == 0
+    shown = capsys.readouterr().out
+    assert batch in shown
+    rows = int(shown.partition("batch: ")[2].split()[0])
+    expected, count = torch_loss(folder, text, length)
+    assert rows == max(4, 4 * -(-count // (length - 1) // 4)) and rows < 32
+    numbers = json.loads((tmp_path / "out.json").read_text())["sets"]["docs"]
+    assert numbers["tokens"] == count and numbers["loss"] == pytest.approx(expected, abs=2e-4)
