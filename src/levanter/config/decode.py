@@ -30,6 +30,7 @@ from levanter.config.schema import (
     is_text_value,
     key_paths,
     list_origin,
+    offered_names,
     registered_name,
     strip,
 )
@@ -240,7 +241,7 @@ class Decoder:
     def _choice(self, node: Node, base: Annotation, path: Keys) -> object:
         node = _unfolded(node)
         choices = choice_names(base)
-        names = ", ".join(choices)
+        names = ", ".join(offered_names(base))
         if not isinstance(node, MapNode):
             known = isinstance(node, Scalar) and node.text in choices
             hint = f"; write {{{TYPE_KEY}: {node.text}}}" if known else f" ({TYPE_KEY}: {names})"  # type: ignore[union-attr]
