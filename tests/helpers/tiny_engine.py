@@ -35,7 +35,7 @@ class TinyEngine:
         behind: see `Engine`.
         dtype: of weights, activations and cache.
         cache_dtype: of the cache, where it is another.
-        matrix_unit: see `ServedModel`.
+        matrix_unit, policy_logprobs: see `ServedModel`.
     """
 
     axes: tuple[tuple[str, int], ...] = (("data", 1), ("model", 1))
@@ -53,6 +53,7 @@ class TinyEngine:
     dtype: str = "float32"
     cache_dtype: str | None = None
     matrix_unit: bool = False
+    policy_logprobs: bool = False
 
     def engine(self) -> Engine:
         """A fresh engine; what it needs is made once."""
@@ -91,6 +92,7 @@ def _made(asked: TinyEngine) -> tuple[GenerationPrograms, Any, Any]:
         sharding=plan_sharding(leaves(module), mappings, spec),
         counts_tokens=True,
         matrix_unit=asked.matrix_unit,
+        policy_logprobs=asked.policy_logprobs,
     )
     mesh = spec.build(jax.devices()[: spec.size])
     programs = generation_programs(served, cache, prefill=asked.prefill, steps=asked.steps)

@@ -289,14 +289,14 @@ class HostSamples:
     ok: np.ndarray
     active: np.ndarray
     finite: np.ndarray
+    policy_logprobs: np.ndarray | None = None
 
 
 def fetch(drawn: SampledArrays) -> HostSamples:
     """Copies the results of a call to this host, and waits for them."""
     # The results are replicated, so the first local shard is the whole.
     arrays = {path: np.asarray(x.addressable_data(0)) for path, x in drawn.items()}
-    sampled = {name: arrays[f"sampled.{name}"] for name in ("tokens", "logprobs", "top_ids", "top_logprobs", "ok")}
-    return HostSamples(**sampled, active=arrays["active"], finite=arrays["finite"])
+    return HostSamples(**{path.removeprefix("sampled."): array for path, array in arrays.items()})
 
 
 def make_schedule(
@@ -567,11 +567,10 @@ class Engine:
             if is_end or generated >= row.limit:
                 # Before the event is yielded: a caller that cancels the choice on it must find it ended.
                 self.cancel(of)
-            if count is None:
-                yield Token(of=of, id=id_)
-            else:
-                top = zip(drawn.top_ids[at][:count].tolist(), drawn.top_logprobs[at][:count].tolist(), strict=True)
-                yield Token(of=of, id=id_, logprob=float(drawn.logprobs[at]), top=tuple(top))
+            policy = None if drawn.policy_logprobs is None else float(drawn.policy_logprobs[at])
+            logprob = None if count is None else float(drawn.logprobs[at])
+            top = zip(*(x[at][: count or 0].tolist() for x in (drawn.top_ids, drawn.top_logprobs)), strict=True)
+            yield Token(of=of, id=id_, logprob=logprob, top=tuple(top), policy_logprob=policy)
             # A stop id wins over the limit if both hold at this token.
             if is_end or generated >= row.limit:
                 yield Finished(of=of, reason="stop" if is_end else "length", matched=id_ if is_end else None)

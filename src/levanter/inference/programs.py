@@ -65,6 +65,8 @@ class ServedModel:
         abstract: the module with shapes instead of arrays.
         sharding: the shardings of its parameters.
         counts_tokens: whether rows count their tokens, which penalties need.
+        policy_logprobs: whether each token comes with its log-probability at the temperature of its row, which a
+            policy that is trained on its own answers needs.
         matmul_precision: see `Program`.
         compiler_options: see `Program`.
         cache_block: see `NewPositions.block`.
@@ -75,6 +77,7 @@ class ServedModel:
     abstract: Decodes
     sharding: ShardingPlan
     counts_tokens: bool = False
+    policy_logprobs: bool = False
     cache_block: int | None = None
     matrix_unit: bool = False
     matmul_precision: str | None = None
@@ -138,7 +141,9 @@ def prefill_program(model: ServedModel, cache: CachePlan, *, rows: int, tokens: 
         # The position of the sampled token, if the prompt ends here.
         next_position = first + count
         counts = state.take_rows(row).counts
-        sampled = _sample_tokens(net, last, params, noise, next_position, counts, finite, masks)
+        sampled = _sample_tokens(
+            net, last, params, noise, next_position, counts, finite, masks, policy_logprobs=model.policy_logprobs
+        )
         # A row index past the end drops the update: the prompt of that row continues in the next call.
         target_row = hax.where(ends != 0, row, cache.rows)
         state = state.begin(target_row, sampled, params, noise=noise, position=next_position, remaining=remaining)
@@ -196,7 +201,17 @@ def decode_program(model: ServedModel, cache: CachePlan, *, steps: int) -> Progr
         cache_ = {**cache_, **leaves}
         last = activations["position", 0]
         finite = hax.all(hax.isfinite(last.astype(jnp.float32)), "embed")
-        sampled = _sample_tokens(net, activations, params, state.noise, state.position + 1, state.counts, finite, masks)
+        sampled = _sample_tokens(
+            net,
+            activations,
+            params,
+            state.noise,
+            state.position + 1,
+            state.counts,
+            finite,
+            masks,
+            policy_logprobs=model.policy_logprobs,
+        )
         return cache_, state.advance(sampled, params), SampledSlots(sampled=sampled, active=running, finite=finite)
 
     def decode(net, cache_, state, params, masks, tables, going):
@@ -254,6 +269,8 @@ def _sample_tokens(
     counts: NamedArray | None,
     finite: NamedArray,
     masks: NamedArray,
+    *,
+    policy_logprobs: bool,
 ) -> Sampled:
     """Samples from activations `[batch, embed]`, or the first of `[batch, position, embed]`; `ok` only if finite."""
     config = net.config
@@ -261,7 +278,7 @@ def _sample_tokens(
     # The decode Program passes its padding position through the head too, and drops it only here: a product with a
     # single row would miss the TPU's matrix unit.
     logits = logits["position", 0] if "position" in [axis.name for axis in logits.axes] else logits
-    sampled = sample(logits, params, noise, position, counts=counts, mask=masks)
+    sampled = sample(logits, params, noise, position, counts=counts, mask=masks, policy_logprobs=policy_logprobs)
     return eqx.tree_at(lambda s: s.ok, sampled, sampled.ok & finite)
 
 

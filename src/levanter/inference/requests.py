@@ -446,12 +446,14 @@ class Token:
         id: the token.
         logprob: log-probability in the model's own distribution; None if it was not requested.
         top: ids and log-probabilities of the likeliest tokens, the likeliest first, as many as requested.
+        policy_logprob: log-probability at the temperature of the request; None if the Programs do not compute it.
     """
 
     of: ChoiceId
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    policy_logprob: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -257,6 +257,8 @@ class Sampled(eqx.Module):
         top_ids: int32 `[batch, top]`, the likeliest tokens, the likeliest first; 0 if no row wants them.
         top_logprobs: float32 `[batch, top]`, their log-probabilities; 0 in rows that do not want them.
         ok: boolean `[batch]`; false where there is no token to sample: the logits are no numbers, or all are forbidden.
+        policy_logprobs: float32 `[batch]`, log softmax(logits / temperature) of the tokens: the distribution that they
+            are from if nothing else bends it; of greedy rows at temperature 1. None if Programs do not compute it.
     """
 
     tokens: NamedArray
@@ -264,6 +266,7 @@ class Sampled(eqx.Module):
     top_ids: NamedArray
     top_logprobs: NamedArray
     ok: NamedArray
+    policy_logprobs: NamedArray | None = None
 
 
 def sample(
@@ -274,6 +277,7 @@ def sample(
     *,
     counts: NamedArray | None = None,
     mask: NamedArray | None = None,
+    policy_logprobs: bool = False,
 ) -> Sampled:
     """Samples a token for each row.
 
@@ -285,6 +289,7 @@ def sample(
         counts: int32 `[batch, vocab]`, how often each token occurred (`IN_PROMPT`, `GENERATED`); None if penalties are
             not configured.
         mask: boolean `[batch, vocab]`, which ids may be sampled; None for all.
+        policy_logprobs: whether to compute `Sampled.policy_logprobs`, a second sum over the vocabulary.
     """
     Vocab = logits.resolve_axis("vocab")
     assert logits.dtype == jnp.float32, f"logits must be float32, got {logits.dtype}"
@@ -308,12 +313,19 @@ def sample(
     token_logits = hax.sum(hax.where(ids == tokens, logits, 0.0), Vocab)
     top_ids, top_logits = _top(logits, params)
     wants_top = params.top_logprobs.broadcast_axis(Top) > 0
+    policy = None
+    if policy_logprobs:
+        # Of the model's logits, as the scorer computes it (`token_logprobs`): biases and penalties are not in it.
+        temperature = hax.where(params.temperature > 0, params.temperature, 1.0)
+        policy_normalizer = hax.log(hax.sum(hax.exp((logits - top) / temperature), Vocab))
+        policy = hax.where(ok, (token_logits - top) / temperature - policy_normalizer, 0.0)
     return Sampled(
         tokens=tokens,
         logprobs=hax.where(ok, token_logits - normalizer, 0.0),
         top_ids=top_ids,
         top_logprobs=hax.where(wants_top, top_logits - normalizer, 0.0).rearrange(top_logits.axes),
         ok=ok,
+        policy_logprobs=policy,
     )
 
 
