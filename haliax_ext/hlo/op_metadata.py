@@ -30,10 +30,12 @@ _TRANSFORMS = (
     "custom_vjp",
 )
 # The body of a loop is a `closed_call` to jax 0.10 and an `eval_jaxpr` to jax 0.12.
+UNLIKELY = "unlikely_branch"
+"""The name of a scope that marks a branch that few executions take; its time is not counted."""
 _CONTROL = frozenset(
     ("while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "remat", "remat2",
      "scan", "core_call", "shard_map", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "pjit", "jit",
-     "branch_0_fun", "branch_1_fun", "pallas_call", "body_pred", "cond_pred")
+     "branch_0_fun", "branch_1_fun", "pallas_call", "body_pred", "cond_pred", UNLIKELY)
 )  # fmt: skip
 
 

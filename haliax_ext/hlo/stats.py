@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from haliax_ext.hlo.memory import hbm_traffic
-from haliax_ext.hlo.op_metadata import Scope, parse_scope
+from haliax_ext.hlo.op_metadata import UNLIKELY, Scope, parse_scope
 from haliax_ext.hlo.parser import Computation, Instruction, Module, Shape, parse_module
 from haliax_ext.hlo.replica_groups import (
     AxisSpan,
@@ -251,8 +251,13 @@ class _Reader:
         if opcode == "call":
             return sum(self.visit(self.module.computations[name], times) for name in instruction.called())
         if opcode == "conditional":
-            self.unknown[f"{instruction.name}: it is not known which branch runs; all branches are counted"] = None
-            return sum(self.visit(self.module.computations[name], times) for name in instruction.called())
+            # The program says which of its branches hardly ever runs.
+            branches = [self.module.computations[name] for name in instruction.called()]
+            likely = [branch for branch in branches if not any(UNLIKELY in i.op_name for i in branch.instructions)]
+            if len(likely) != 1:
+                message = f"{instruction.name}: it is not known which branch runs; all branches are counted"
+                self.unknown[message] = None
+            return sum(self.visit(branch, times) for branch in (likely if len(likely) == 1 else branches))
         # Collectives are counted by `_flights`, and `async-` wrappers with the collective that they wrap.
         if opcode in _FREE or opcode.startswith(KINDS) or opcode.startswith("async-"):
             return 0

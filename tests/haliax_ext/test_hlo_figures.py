@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from haliax_ext.hlo import AxisSpan, Scope, Shape, parse_scope, read_figures
+from haliax_ext.hlo.op_metadata import UNLIKELY
 from haliax_ext.meshspec import MeshSpec
 
 pytestmark = pytest.mark.quick
@@ -140,6 +141,36 @@ ENTRY %main (x: f32[64], which: s32[]) -> f32[64] {
   ROOT %chosen = f32[64]{0} conditional(%which, %x, %x), branch_computations={%first, %second}
 }
 """
+
+
+def test_a_branch_that_is_marked_as_unlikely_takes_no_time():
+    """Without the mark both branches count, and the reader says so."""
+    either = read_figures(TWO_BRANCHES.format(scope="layers"), MeshSpec.of(data=1))
+    assert either.total_cycles == 110 and "it is not known which branch runs" in either.unknown[0]
+    marked = read_figures(TWO_BRANCHES.format(scope=f"layers/{UNLIKELY}"), MeshSpec.of(data=1))
+    assert marked.total_cycles == 10 and not marked.unknown
+    assert {scope.module for scope in either.cycles} == {"layers"}
+
+
+TWO_BRANCHES = """\
+HloModule jit_f, is_scheduled=true, num_partitions=1
+
+%first (p: f32[64]) -> f32[64] {{
+  %p = f32[64]{{0}} parameter(0)
+  ROOT %fast = f32[64]{{0}} add(%p, %p), metadata={{op_name="jit(f)/layers/add"}}, backend_config={{"estimated_cycles":"10"}}
+}}
+
+%second (q: f32[64]) -> f32[64] {{
+  %q = f32[64]{{0}} parameter(0)
+  ROOT %slow = f32[64]{{0}} add(%q, %q), metadata={{op_name="jit(f)/{scope}/add"}}, backend_config={{"estimated_cycles":"100"}}
+}}
+
+ENTRY %main (x: f32[64], which: s32[]) -> f32[64] {{
+  %x = f32[64]{{0}} parameter(0)
+  %which = s32[] parameter(1)
+  ROOT %chosen = f32[64]{{0}} conditional(%which, %x, %x), branch_computations={{%first, %second}}
+}}
+"""  # noqa: E501
 
 
 def test_what_stands_behind_a_computation_of_another_core_is_read():

@@ -24,6 +24,10 @@ class Published:
     recomputed: bool
     tokens: int
     parameters: float
+    saved: tuple[str, ...] = ()
+    """Activations of a block that are kept although it is recomputed."""
+    replicated: bool = False
+    """Whether every host holds all parameters, sharded over its GPUs."""
 
 
 SIZES = {"7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64)}
@@ -41,6 +45,7 @@ ROWS = (
 
 LLAMA = {
     "llama3-8b": (4096, 14336, 32, 32, 8, 128256),
+    "llama2-7b": (4096, 11008, 32, 32, 32, 32000),
     "llama2-13b": (5120, 13824, 40, 40, 40, 32000),
     "llama2-70b": (8192, 28672, 80, 64, 8, 32000),
     "llama3-70b": (8192, 28672, 80, 64, 8, 128256),
@@ -58,6 +63,22 @@ of 2024, H100 of December 2024 (compiled; cards of 500 W with 2.4 TB/s). Those o
 taken as recomputed, since they would be 50 % slower than the estimate otherwise. Speeds are tokens a second and GPU."""
 
 
+_PRODUCTS = ("query", "key", "value", "attention", "attention_output", "gate", "up")
+_PROJECTIONS = ("query", "key", "value")
+JAX_ROWS = (
+    Published("h100x8", "llama2-7b", 4096, 2, 16, True, 11362, 6.738e9, saved=_PRODUCTS),
+    Published("h100x8", "llama2-7b", 4096, 4, 32, True, 10676, 6.738e9, saved=_PRODUCTS),
+    Published("h100x256", "llama2-7b", 4096, 4, 1024, True, 10923, 6.738e9, saved=_PRODUCTS, replicated=True),
+    Published("h100x64", "llama2-70b", 4096, 2, 128, True, 1170, 68.977e9, saved=_PROJECTIONS),
+    Published("h100x128", "llama2-70b", 4096, 2, 256, True, 1158, 68.977e9, saved=_PROJECTIONS),
+    Published("h100x128", "llama3-70b", 8192, 2, 256, True, 1052, 70.554e9, saved=_PROJECTIONS),
+    Published("h200x256", "llama3-70b", 8192, 2, 512, True, 1056, 70.554e9, saved=_PRODUCTS[:5]),
+)
+"""MaxText with cuDNN's attention in bf16: NVIDIA's JAX-Toolbox (25.10) and MaxText's A3 page for 7 B on one host,
+Google's recipes for A3 Mega and A3 Ultra (H200), NVIDIA's DGX Cloud recipes for 70 B on H100. What they save of a block
+is their policy `minimal_flash` (all products), `save_qkv_proj`, or `save_dot_with_context_except_mlp`."""
+
+
 def model_of(row: Published) -> dict[str, object]:
     if row.size in SIZES:
         width, layers, heads = SIZES[row.size]
@@ -66,7 +87,8 @@ def model_of(row: Published) -> dict[str, object]:
         width, features, layers, heads, kv, vocab = LLAMA[row.size]
         sizes = {"type": "llama", "intermediate_dim": features, "num_heads": heads, "num_kv_heads": kv}
         sizes |= {"vocab_size": vocab}
-    checkpointing = {"max_seq_len": row.seq, "gradient_checkpointing": row.recomputed}
+    remat: bool | dict[str, list[str]] = {"save_block_internals": list(row.saved)} if row.saved else row.recomputed
+    checkpointing = {"max_seq_len": row.seq, "gradient_checkpointing": remat}
     return {"hidden_dim": width, "num_layers": layers, **sizes, **checkpointing}
 
 
@@ -79,7 +101,7 @@ def document(row: Published, **trainer: object) -> dict[str, Any]:
     """
     target = parse_accelerator(row.target)
     # All chips hold a share of everything, as FULL_SHARD has it.
-    across = {"embed": ["replica_dcn", "data"]} if target.slices > 1 else {"embed": "data"}
+    across = {"embed": ["replica_dcn", "data"]} if target.slices > 1 and not row.replicated else {"embed": "data"}
     return {
         "model": model_of(row),
         "data": {"tokenizer": "no-such/tokenizer", "components": {"a": {"source": {"train_urls": ["a.txt"]}}}},

@@ -135,7 +135,14 @@ class Architecture(Ranged, ABC):
 
     @abstractmethod
     def for_platform(
-        self: A, platform: str, *, compute_dtype: "DTypeLike", length: int | None = None, sequence_shards: int = 1
+        self: A,
+        platform: str,
+        *,
+        compute_dtype: "DTypeLike",
+        length: int | None = None,
+        sequence_shards: int = 1,
+        device_kind: str | None = None,
+        packed: bool = True,
     ) -> tuple[A, tuple[str, ...]]:
         """This architecture with its open choices resolved for a platform and a mesh, and one line of reason for each.
 
@@ -146,4 +153,6 @@ class Architecture(Ranged, ABC):
             compute_dtype: of activations.
             length: tokens in a sequence; default `max_seq_len`.
             sequence_shards: shards of the positions of a sequence.
+            device_kind: the vendor's name of a device; None if unknown.
+            packed: whether rows may hold several documents that do not see each other.
         """

@@ -28,7 +28,8 @@ def dcn_gather_note(plan: RunPlan) -> str | None:
     Args:
         plan: a training run, without errors.
     """
-    limit, between = plan.target.hbm_bytes, "DCN" if plan.target.platform == "tpu" else "the network"
+    limit, is_tpu = plan.target.hbm_bytes, plan.target.platform == "tpu"
+    between, domain = ("DCN", "slice") if is_tpu else ("the network", "host")
     cut = [leaf for leaf in plan.sharding.leaves if leaf.leaf.path.startswith(f"{FROZEN}.") and _dcn_axes(plan, leaf)]
     if not cut or limit is None or plan.errors or not plan.workloads:
         return None
@@ -46,10 +47,10 @@ def dcn_gather_note(plan: RunPlan) -> str | None:
     weights, gradients = received.get(FROZEN_GATHERED, nothing).dcn, received.get(GRADIENTS, nothing).dcn
     over = sorted({axis for leaf in cut for axis in _dcn_axes(plan, leaf)})
     return (
-        f"frozen weights sharded over {', '.join(over)} are gathered between slices: each {plan.target.unit} receives "
-        f"{weights / _GB:.3g} GB a step over {between}, and {gradients / _GB:.3g} GB of gradients. Gradients of "
-        f"adapters are small; gathering frozen weights costs as much as in full fine-tuning. Sharded inside slices "
-        f"alone, they stay there, and a {plan.target.unit} needs at least {gib(known.total)} of {gib(limit)} "
+        f"frozen weights sharded over {', '.join(over)} are gathered between {domain}s: each {plan.target.unit} "
+        f"receives {weights / _GB:.3g} GB a step over {between}, and {gradients / _GB:.3g} GB of gradients. Gradients "
+        f"of adapters are small; gathering frozen weights costs as much as in full fine-tuning. Sharded inside "
+        f"{domain}s alone, they stay there, and a {plan.target.unit} needs at least {gib(known.total)} of {gib(limit)} "
         f"(now {gib(now.total)}): {changed}"
     )
 

@@ -7,6 +7,7 @@ and the bytes to read, and collects errors and unavailable inputs as checks. `lo
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -308,10 +309,9 @@ def describe_pretrained(
     vocab, how = vocabulary(config, tokenizer=tokenizer, names=names)
     sizes = {"vocab": vocab, "positions": positions}
     resolved = resolve_mesh(target, trainer.mesh, config, **sizes, precision=precision, backward=False)
-    # The attention backend and similar choices depend on the platform and on how queries are sharded.
-    config, reasons = replace(config, vocab_size=vocab).for_platform(
-        target.platform, compute_dtype=precision.compute, length=positions, sequence_shards=resolved.query_ways
-    )
+    # The attention backend and similar choices depend on the devices and on how queries are sharded.
+    kernels = partial(replace(config, vocab_size=vocab).for_platform, target.platform, device_kind=target.kind)
+    config, reasons = kernels(compute_dtype=precision.compute, length=positions, sequence_shards=resolved.query_ways)
     checks = [
         *origin.checks,
         *resizing,

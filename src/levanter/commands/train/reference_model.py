@@ -52,6 +52,8 @@ def find_reference_model(run: TrainedRun, target: Target, path: str, *, is_hf: b
         compute_dtype=run.precision.compute,
         length=run.config.positions,
         sequence_shards=run.resolved.query_ways,
+        device_kind=target.kind,
+        packed=run.config.data.block_cross_document_attention,
     )
     # In the compute dtype: the reference takes no updates, so it has no float32 copy.
     module = cast(abstract(lambda: model.build(run.Vocab, key=jax.random.PRNGKey(0))), run.precision.compute)

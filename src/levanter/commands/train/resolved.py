@@ -118,6 +118,8 @@ def _choose_kernels(
             compute_dtype=precision.compute,
             length=config.positions,
             sequence_shards=query_ways,
+            device_kind=target.kind,
+            packed=config.data.block_cross_document_attention,
         )
 
     model, reasons = choose(architecture)

@@ -13,10 +13,8 @@ else `default_backend` for the sequence length.
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-import haliax as hax
-import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from jax.typing import DTypeLike
@@ -48,8 +46,11 @@ UPSTREAM_NAMES = ("default", "nvte", "jax_flash", "vanilla")
 MAX_MATERIALIZED_KEYS = 2048
 """Up to this many keys the default backend materializes the scores; beyond it, `blockwise` runs."""
 
-MIN_SPLASH_KEYS = 256
-"""Below this many keys the default on TPUs is `reference`: its scores cost less than the kernel's block visits."""
+MIN_KERNEL_KEYS = 256
+"""Below this many keys the default is `reference`: on TPUs its scores cost less than the kernel's block visits."""
+
+MAX_CUDNN_HEAD = 128
+"""The most features of a head that cuDNN's kernel takes on every card that it runs on; on H100 and newer 256."""
 
 DEFAULT_BLOCK = 512
 
@@ -96,6 +97,8 @@ def choose_backend(
     block_size: int | None = None,
     soft_cap: float | None = None,
     sinks: bool = False,
+    capability: tuple[int, int] | None = None,
+    packed: bool = True,
 ) -> BackendChoice:
     """Chooses a backend and states the reason.
 
@@ -109,6 +112,8 @@ def choose_backend(
         block_size: keys per block, for `blockwise` and `splash`; None chooses.
         soft_cap: bound of the scores; JAX's own function does not support one.
         sinks: whether heads have attention sinks; JAX's own function does not support these either.
+        capability: compute capability of the GPU; None if unknown.
+        packed: whether rows may hold several documents that do not see each other.
 
     Raises:
         ValueError: the name is unknown, or `cudnn` or `jax_native` is requested but cannot run.
@@ -117,7 +122,8 @@ def choose_backend(
     make = functools.partial(BackendChoice, block_size=block_size)
     blockwise = functools.partial(BackendChoice, name="blockwise", block_size=block_size or DEFAULT_BLOCK)
     unsupported = _unsupported_by_jax(soft_cap, sinks)
-    no_cudnn, no_splash = unsupported or _cudnn_obstacle(platform, dtype), splash_obstacle(platform, dtype)
+    no_cudnn = unsupported or _cudnn_obstacle(platform, dtype, head_size)
+    no_splash = splash_obstacle(platform, dtype)
     if requested == "cudnn" and no_cudnn:
         raise ValueError(f"model.attn_backend cudnn: {no_cudnn}; leave attn_backend out, or use reference or blockwise")
     if requested == "jax_native" and unsupported:
@@ -133,37 +139,33 @@ def choose_backend(
         return blockwise(reason="upstream's jax_flash is an online softmax over blocks of keys")
     if requested == "nvte" and not no_cudnn:
         return make(name="cudnn", reason="Transformer Engine is not a dependency; JAX calls the same cuDNN kernel")
-    # Why a kernel that was requested, or would be the default, is not used: it precedes the reason of its replacement.
-    prefix = ""
+    prefix = ""  # Why a kernel is not used; it precedes the reason of its replacement.
     if requested == "nvte":
         prefix = f"nvte means cuDNN's kernel, but {no_cudnn}; "
     elif requested == "splash" and no_splash:
         prefix = f"splash is a TPU kernel, but {no_splash}; "
     elif no_splash and platform == "tpu":
         prefix = f"{no_splash}; "
-    # The kernel runs on each device with its shard of the queries, so that length decides the blocks.
-    shard_length = -(-length // sequence_shards)
+    shard_length = -(-length // sequence_shards)  # The kernel runs on each device with its shard of the queries.
     blocks = splash_blocks(shard_length, block_size, head_size=head_size, dtype=dtype)
     splash = functools.partial(BackendChoice, name="splash", block_size=blocks.block)
     if not no_splash and requested == "splash":
         return splash(reason=f"as configured; {_splash_reason(shard_length, blocks)}")
     # Without a request: the kernel where it runs, then the reference while its scores are small, then blockwise.
-    if not no_splash and length >= MIN_SPLASH_KEYS:
+    if not no_splash and length >= MIN_KERNEL_KEYS:
         return splash(reason=f"{prefix}{_splash_reason(shard_length, blocks)}")
-    # Not the default: where documents are kept apart the kernel gets the mask as a bias, and computes every pair.
-    hint = "; model.attn_backend: cudnn runs cuDNN's kernel" if platform == "gpu" and no_cudnn is None else ""
+    # cuDNN's kernel only where it certainly runs: nobody has asked for it.
+    obstacle = no_cudnn or _cudnn_default_obstacle(capability, head_size, sequence_shards, packed=packed)
+    if obstacle is None and length >= MIN_KERNEL_KEYS:
+        return make(name="cudnn", reason=f"{prefix}cuDNN's fused kernel; scores stay on the chip")
+    prefix = prefix or (f"not cudnn: {obstacle}; " if platform == "gpu" and obstacle else "")
+    if not no_splash or obstacle is None:
+        few = f"{length} keys a sequence are fewer than {MIN_KERNEL_KEYS}, where the kernel starts to pay off"
+        return make(name="reference", reason=prefix + few)
+    materialized = f"{length} keys a sequence {{}} {MAX_MATERIALIZED_KEYS}, {{}} scores are materialized"
     if length > MAX_MATERIALIZED_KEYS:
-        limit = MAX_MATERIALIZED_KEYS
-        reason = f"{prefix}{length} keys a sequence exceed {limit}, the longest whose scores are materialized{hint}"
-        return blockwise(reason=reason)
-    if not no_splash:
-        reason = (
-            f"{prefix}{length} keys a sequence are fewer than {MIN_SPLASH_KEYS}, where the kernel starts to pay off"
-        )
-        return make(name="reference", reason=reason)
-    limit = MAX_MATERIALIZED_KEYS
-    reason = f"{prefix}{length} keys a sequence are at most {limit}, so the scores are materialized{hint}"
-    return make(name="reference", reason=reason)
+        return blockwise(reason=prefix + materialized.format("exceed", "the longest whose"))
+    return make(name="reference", reason=prefix + materialized.format("are at most", "so the"))
 
 
 def named_backend(requested: str | None, *, block_size: int | None = None) -> BackendChoice | None:
@@ -204,11 +206,30 @@ def _unsupported_by_jax(soft_cap: float | None, sinks: bool) -> str | None:
     return "the model's heads have attention sinks, which JAX's attention function does not support" if sinks else None
 
 
-def _cudnn_obstacle(platform: str | None, dtype: DTypeLike) -> str | None:
+def _cudnn_obstacle(platform: str | None, dtype: DTypeLike, head_size: int) -> str | None:
     if platform != "gpu":
         return f"the platform is {platform or 'not known'}, not gpu"
     if jnp.dtype(dtype) not in (jnp.dtype("bfloat16"), jnp.dtype("float16")):
         return f"cuDNN's kernel takes 16-bit floats, not {jnp.dtype(dtype).name}"
+    if head_size % 8 or head_size > 2 * MAX_CUDNN_HEAD:
+        return f"cuDNN's kernel takes heads of a multiple of 8 features, {2 * MAX_CUDNN_HEAD} at most, not {head_size}"
+    return None
+
+
+def _cudnn_default_obstacle(
+    capability: tuple[int, int] | None, head_size: int, sequence_shards: int, *, packed: bool
+) -> str | None:
+    """Why cuDNN's kernel is not chosen although it could be requested."""
+    if sequence_shards > 1:
+        return "several devices share a sequence"
+    if capability is not None and capability < (8, 0):
+        return "the card is older than A100"
+    # Of a card that is not known the newest is assumed; where it is older, `attend` runs blockwise and says so.
+    newest = capability is None or capability >= (9, 0)
+    if packed and not newest:
+        return "rows of several documents need H100 or newer (data.block_cross_document_attention: false has others)"
+    if head_size > MAX_CUDNN_HEAD and (capability is None or not newest):
+        return f"heads of {head_size} features need H100 or newer"
     return None
 
 
@@ -265,8 +286,13 @@ def attend(
     # `choose_backend` refuses this too, but a backend may also be set directly on a layer's spec.
     if lacking := _unsupported_by_jax(soft_cap, sinks is not None):
         raise ValueError(f"attention by {name}: {lacking}")
-    implementation = "cudnn" if name == "cudnn" else "xla"
-    return jax_native_attention(q, k, v, mask, softmax_scale=softmax_scale, implementation=implementation)
+    # Imported here: no other backend needs cuDNN's bindings.
+    from levanter.layers.attention.dot_product import cudnn_attention, jax_native_attention
+
+    if name == "cudnn":
+        streamed = functools.partial(blockwise_attention, softmax_scale=softmax_scale, block_size=DEFAULT_BLOCK)
+        return cudnn_attention(q, k, v, mask, softmax_scale=softmax_scale, streamed=streamed)
+    return jax_native_attention(q, k, v, mask, softmax_scale=softmax_scale, implementation="xla")
 
 
 def _ring_step(choice: BackendChoice, soft_cap: float | None) -> "RingStep":
@@ -288,57 +314,3 @@ def _ring_step(choice: BackendChoice, soft_cap: float | None) -> "RingStep":
         f"attention by {choice.name} in a ring: JAX's function does not return the log-sum-exp that merges partial "
         "results; leave model.attn_backend out, or use attention_mapping: gather"
     )
-
-
-def jax_native_attention(
-    q: NamedArray,
-    k: NamedArray,
-    v: NamedArray,
-    mask: AttentionMask,
-    *,
-    softmax_scale: float,
-    implementation: Literal["xla", "cudnn"],
-) -> NamedArray:
-    """`reference_attention` through `jax.nn.dot_product_attention`: XLA's formulation, or cuDNN's fused kernel.
-
-    JAX has one axis of query heads: `kv_head` and `q_heads_per_group` are flattened into it, key/value head first.
-    A mapping that shards `q_heads_per_group` but not `kv_head` does not survive the flattening: XLA gathers the array.
-    """
-    Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
-    KVHead, Group = q.resolve_axis("kv_head"), q.resolve_axis("q_heads_per_group")
-    HeadSize = q.resolve_axis("head_size")
-    leading = tuple(a for a in q.axes if a not in (Pos, KVHead, Group, HeadSize))
-
-    def plain(x: NamedArray, *axes: hax.Axis) -> jax.Array:
-        """The array `[leading (flattened), *axes]`."""
-        array = x.rearrange((*leading, *axes)).array
-        return array.reshape(-1, *array.shape[len(leading) :])
-
-    # `[rows, position, kv_head · group, head_size]`, key/value head first, as JAX's function pairs them.
-    queries = plain(q, Pos, KVHead, Group, HeadSize)
-    queries = queries.reshape(*queries.shape[:2], KVHead.size * Group.size, HeadSize.size)
-    by_index = mask.is_by_index(Pos, KeyPos) and mask.query_segments is None and mask.explicit_mask is None
-    # `simple`: the kernel can compute the mask from indices, so no boolean array is passed to it.
-    simple = by_index and (mask.is_causal or mask.sliding_window is None)
-    visible = None if simple else mask.materialize(Pos, KeyPos)
-    if visible is not None:
-        visible = visible.broadcast_to((*leading, Pos, KeyPos)).rearrange((*leading, Pos, KeyPos))
-    # JAX's function promotes 16-bit floats with float32, which strict promotion forbids.
-    with jax.numpy_dtype_promotion("standard"):
-        out = jax.nn.dot_product_attention(
-            queries,
-            plain(k, KeyPos, KVHead, HeadSize),
-            plain(v, KeyPos, KVHead, HeadSize),
-            mask=None if visible is None else plain(visible, Pos, KeyPos)[:, None],
-            scale=softmax_scale,
-            is_causal=simple and mask.is_causal,
-            # A window of w keys includes the query's own position: w − 1 keys before it, none after it.
-            local_window_size=(mask.sliding_window - 1, 0) if simple and mask.sliding_window is not None else None,
-            implementation=implementation,
-        )
-    axes = (*leading, Pos, KVHead, Group, HeadSize)
-    result = hax.named(out.reshape([a.size for a in axes]), axes)
-    if visible is not None:
-        # JAX's softmax of a row without keys is uniform; the contract of every backend is zeros.
-        result = hax.where(hax.any(visible, KeyPos), result, 0.0)
-    return result.rearrange(q.axes)

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from haliax_ext.divisibility import divisors
 from haliax_ext.errors import nearest
 from levanter.config.validators import Epsilon, LayerCount, NonNegativeFloat, PositiveInt
+from levanter.hardware import find_generation
 from levanter.layers.activation import ACTIVATIONS
 from levanter.layers.attention.backends import check_backend_name, choose_backend, named_backend
 from levanter.layers.attention.grouped import AttentionSpec
@@ -337,13 +338,22 @@ class DecoderConfig(LmConfig):
         return self.attn_backend
 
     def for_platform(
-        self: C, platform: str, *, compute_dtype: DTypeLike, length: int | None = None, sequence_shards: int = 1
+        self: C,
+        platform: str,
+        *,
+        compute_dtype: DTypeLike,
+        length: int | None = None,
+        sequence_shards: int = 1,
+        device_kind: str | None = None,
+        packed: bool = True,
     ) -> "tuple[C, tuple[str, ...]]":
         # A model without attention (all recurrent layers) has no kernel to choose.
         if not self.windows:
             return self, ()
         # Kernels are chosen by the dtype that attention computes in.
         dtype = "float32" if self.upcast_attn else compute_dtype
+        generation = None if device_kind is None else find_generation(device_kind)
+        card = None if generation is None else generation.gpu
         choice = choose_backend(
             self.requested_backend,
             platform=platform,
@@ -354,6 +364,11 @@ class DecoderConfig(LmConfig):
             block_size=self.flash_attention_block_size,
             soft_cap=self.attention.soft_cap,
             sinks=self.attention.sinks,
+            capability=None if card is None else card.capability,
+            packed=packed,
         )
         chosen = dataclasses.replace(self, attn_backend=choice.name, flash_attention_block_size=choice.block_size)
-        return chosen, (f"attention: {choice}",)
+        reasons = (f"attention: {choice}",)
+        if choice.name == "cudnn" and packed and any(window is not None for window, _ in self.windows):
+            reasons += ("attention: blockwise in layers with a window, where a row holds several documents",)
+        return chosen, reasons

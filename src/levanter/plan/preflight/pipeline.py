@@ -19,6 +19,7 @@ from levanter.html.format import span_text
 from levanter.plan.aot import CompileCrash, Compiled, Refused
 from levanter.plan.compile_selection import exceeds_hbm, largest_inputs
 from levanter.plan.dcn_gathers import dcn_gather_note
+from levanter.plan.gpu_attention import attention_note
 from levanter.plan.gpu_memory import gpu_memory_note
 from levanter.plan.hbm_budget import Budget, hbm_budget
 from levanter.plan.load_budget import LoadBudget, load_budget, load_ceilings
@@ -85,7 +86,7 @@ def _verdict(
     # Only with every Program compiled the largest is what the run needs.
     compiled = [program.peak_bytes for program in programs if program.fits is not None]
     needed = max((nbytes for nbytes in compiled if nbytes is not None), default=None)
-    gpu_note = gpu_memory_note(pod, needed=needed)
+    notes = () if plan is None else (*plan.notes, dcn_gather_note(plan), attention_note(plan, pod))
     return Verdict(
         plan=plan,
         target=inquiry.question.target if pod is None else pod.name,
@@ -98,7 +99,7 @@ def _verdict(
         headline=headline,
         lower_bound=None if inquiry.known is None else inquiry.known[1].total,
         options=inquiry.question.options,
-        notes=() if plan is None else (*plan.notes, *filter(None, (dcn_gather_note(plan), gpu_note))),
+        notes=tuple(filter(None, (*notes, None if plan is None else gpu_memory_note(pod, needed=needed)))),
     )
 
 
