@@ -140,6 +140,14 @@ CASES = (
         what="Llama 3.1 8B, FSDP 32",
     ),
     Case(
+        name="train_8b_v5p-16", entry_point="train_lm", target="v5p-16", program="train_step",
+        argv=(
+            "--config_path", "config/train/llama3_8b_v6e-128.yaml", "--model.max_seq_len=8192",
+            "--trainer.train_batch_size=16",
+        ),
+        what="Llama 3.1 8B, FSDP 8",
+    ),
+    Case(
         name="train_1b_v5p-8", entry_point="train_lm", target="v5p-8", program="train_step",
         argv=("--config_path", "config/train/llama_1b_v6e-64.yaml", "--trainer.train_batch_size=64"),
         what="Llama 3.2 1B, FSDP 4",

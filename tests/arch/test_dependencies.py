@@ -86,8 +86,8 @@ CORE, EXTRAS = declared(), tuple(PROJECT["optional-dependencies"])
             CORE | declared("tensorboard", "trackio", "ray", "constraint", "serve", "harness") | {"libtpu"},
         ),
         (("tests",), CORE | declared("test", "test-core", "tensorboard", "clients", "judges") | {"libtpu"}),
-        # llama.cpp, peft and lm_eval run in environments of their own, which the benchmarks are told.
-        (("benchmarks",), CORE | declared("test", "test-core", "judges") | {"xllamacpp"}),
+        # llama.cpp, MaxText (and flax), peft and lm_eval run in environments of their own, which benchmarks are told.
+        (("benchmarks",), CORE | declared("test", "test-core", "judges") | {"xllamacpp", "maxtext", "flax"}),
     ],
     ids=["sources", "tests", "benchmarks"],
 )
