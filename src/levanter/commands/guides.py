@@ -15,11 +15,13 @@ class Guide(NamedTuple):
         group: the heading in the list of commands, of `GROUPS`.
         keys: the keys that most runs set, first in its `--help`.
         example: a configuration of the repository; "" for none.
+        first_word: the key that a first word without a flag sets (`levanter serve ./my-llama`); "" for none.
     """
 
     group: str
     keys: tuple[str, ...] = ()
     example: str = ""
+    first_word: str = ""
 
 
 GROUPS = (
@@ -85,6 +87,7 @@ GUIDES: Mapping[str, Guide] = MappingProxyType(
             "Generate and serve",
             ("hf_checkpoint", "port", "inference.max_rows", "inference.max_seq_len", _MESH),
             "config/serve/demo.yaml",
+            "hf_checkpoint",
         ),
         "plan": Guide("Plan", (), "config/eval/demo.yaml"),
         "cache_dataset": Guide("Prepare and convert"),

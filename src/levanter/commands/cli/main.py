@@ -39,6 +39,9 @@ def load_command_line(name: str, words: Sequence[str], *, program: str) -> Loade
     if not words:
         steps = first_steps(config_class, program=program, common=guide.keys, example=guide.example)
         raise NoConfigurationError(steps)
+    # A file of keys without its flag is left to the parser, which says which flag it needs.
+    if guide.first_word and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml")):
+        words = [f"--{guide.first_word}={words[0]}", *words[1:]]
     return load_written(config_class, list(words), program=program, common=guide.keys, example=guide.example)
 
 

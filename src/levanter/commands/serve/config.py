@@ -39,6 +39,8 @@ class ServeConfig(LoadedModelKeys):
         sampling: default sampling parameters for requests that do not set them.
         chat_template: chat template used instead of the tokenizer's own: Jinja text, or a file that contains it.
         enforce_bos: whether a text prompt begins with BOS; null for what the tokenizer's files decide.
+        served_model_name: the model's name in requests and responses; null for the last part of its source. Its source
+            is accepted as well.
         host: the address to listen on; an address that other machines can reach needs `api_key` or `insecure`.
         port: the port to listen on; 0 for any free port.
         api_key: the key that requests must carry: a file that contains it, or `env:NAME` for an environment variable;
@@ -56,6 +58,7 @@ class ServeConfig(LoadedModelKeys):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     chat_template: str | None = None
     enforce_bos: bool | None = None
+    served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: Port = 8000
     api_key: PathText | None = None
@@ -67,6 +70,8 @@ class ServeConfig(LoadedModelKeys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ValueError("served_model_name: expected a name, got an empty text")
         # A server that other machines reach answers everyone, so it needs a key or an explicit decision.
         if not (self.is_local or self.api_key or self.insecure):
             raise ValueError(

@@ -181,15 +181,16 @@ def _key_source(where: str) -> str:
 
 
 def model_names(work: ServeWork) -> tuple[str, ...]:
-    """The names of the model: the last part of its source, and the whole source."""
+    """The names of the model: the configured one, the last part of its source, and the whole source."""
     config = work.server
+    configured = () if config.served_model_name is None else (config.served_model_name,)
     where = config.hf_checkpoint or config.checkpoint_path
     if where is None:
-        return ("model",)
+        return configured or ("model",)
     # The source may have parts separated by bars; the first one names the model.
     first = where.split(" | ")[0].strip().rstrip("/")
     short = first.rpartition("/")[2].partition("@")[0].removesuffix(".gguf")
-    return tuple(dict.fromkeys((short or first, first, where)))
+    return tuple(dict.fromkeys((*configured, short or first, first, where)))
 
 
 def execute(plan: RunPlan[ServeWork], mesh: Mesh | None, session: Session | None = None) -> ServedRun:

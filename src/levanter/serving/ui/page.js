@@ -226,7 +226,7 @@ async function look() {
     }
     $("state").textContent = `${found.state}, ${count.format(found.context)} tokens of context, ${found.devices} device${found.devices === 1 ? "" : "s"}`;
     $("rows").max = load.slots; $("rows").value = load.running;
-    $("rows_text").textContent = `${load.running} of ${load.slots} run`;
+    $("rows_text").textContent = `${load.running} of ${load.slots} running`;
     const used = load.pages - load.pages_free;
     $("pages").max = load.pages; $("pages").value = used;
     $("pages_text").textContent = `${count.format(used)} of ${count.format(load.pages)} held`;

@@ -5,13 +5,15 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from helpers.golden import assert_golden
 from helpers.hf_folder import write_folder
 
 from levanter.commands.cli.errors import run_entry_point
+from levanter.commands.cli.main import load_command_line
 from levanter.commands.serve import serve
 from levanter.commands.serve.config import ServeConfig
 from levanter.config import ConfigError, load_written
@@ -169,3 +171,23 @@ def test_garbage_is_looked_for_less_often_while_requests_are_answered():
     with serve.rare_collections():
         assert gc.get_threshold() == (serve.NEW_OBJECTS, *before[1:])
     assert gc.get_threshold() == before
+
+
+def test_the_name_of_the_model():
+    def names(**keys: Any) -> tuple[str, ...]:
+        work = SimpleNamespace(server=ServeConfig(**{"hf_checkpoint": "acme/llama@main", **keys}))
+        return serve.model_names(cast("serve.ServeWork", work))
+
+    assert names() == ("llama", "acme/llama@main")
+    assert names(served_model_name="chat-1") == ("chat-1", "llama", "acme/llama@main")
+    with pytest.raises(ValueError, match="served_model_name: expected a name"):
+        names(served_model_name=" ")
+
+
+def test_a_checkpoint_is_served_without_a_configuration():
+    loaded = load_command_line("serve", ["acme/llama", "--port", "8080"], program="levanter serve")
+    assert (loaded.config.hf_checkpoint, loaded.config.port) == ("acme/llama", 8080)
+    with pytest.raises(ConfigError, match=r"did you mean --config_path demo\.yaml\?"):
+        load_command_line("serve", ["demo.yaml"], program="levanter serve")
+    with pytest.raises(ConfigError, match="expected --key value, got 'acme/llama'"):
+        load_command_line("train_lm", ["acme/llama"], program="levanter train_lm")
