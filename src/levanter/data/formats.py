@@ -4,7 +4,7 @@ A *source* locates the records, a *format* describes one record. `TextLmDatasetF
 entry point that does not read a format refuses it by name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import draccus
@@ -121,6 +121,53 @@ class PreferenceChatLmDatasetFormat(LmDatasetFormatBase):
     count: Literal["completion", "all"] = "completion"
     # The default refuses: a truncated text changes what the two probabilities say about each other.
     slice_strategy: Literal["left", "right", "raise", "drop"] = "raise"
+
+
+@LmDatasetFormatBase.register_subclass("prompts")
+@dataclass(frozen=True, kw_only=True)
+class PromptsLmDatasetFormat(LmDatasetFormatBase):
+    """Prompts that a model answers, with what its answers are judged by.
+
+    Attributes:
+        messages: the key of a record that holds the conversation up to the answer.
+        prompt: the key of a record that holds the prompt as text; one of both is needed.
+        prompt_role: `user`: a text is the message of a user, written by the chat template; null: it stays as it is.
+        answer: the key of the right answer; null if rewards need none.
+        columns: further keys that rewards read.
+        id: the key of an id that differs for each prompt; null for a digest of the prompt.
+        chat_template, system_prompt, chat_template_kwargs: as of `chat`.
+        overlength: what to do with a prompt that leaves no room for an answer: leave it out (`drop`), or refuse it.
+    """
+
+    messages: str | None = None
+    prompt: str | None = None
+    prompt_role: Literal["user"] | None = "user"
+    answer: str | None = None
+    columns: list[str] = field(default_factory=list)
+    id: str | None = None
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    chat_template_kwargs: str | None = "chat_template_kwargs"
+    overlength: Literal["drop", "raise"] = "raise"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        # No default key: a set with both columns would be read in the way that was not meant.
+        if (self.messages is None) == (self.prompt is None):
+            both = "both are set" if self.prompt is not None else "neither is set"
+            problems.append(f"prompt, messages: {both}; expected one key of a record")
+        if self.plain and self.chat_template is not None:
+            problems.append("chat_template: has no effect with prompt_role: null; leave one of them out")
+        if self.answer is not None and "answer" in self.columns and self.answer != "answer":
+            problems.append(f"columns: answer: rewards read the key {self.answer!r} under this name")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def plain(self) -> bool:
+        """Whether a prompt is text without a template."""
+        return self.messages is None and self.prompt_role is None
 
 
 def format_name(format: LmDatasetFormatBase) -> str:

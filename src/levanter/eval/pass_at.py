@@ -46,5 +46,6 @@ def pass_at(right: np.ndarray, ks: Sequence[int]) -> Mapping[str, float]:
     # Rewards are no verdicts: which of them counts as right is for the caller to decide.
     if right.dtype != np.bool_ or right.ndim != 2 or not len(right):
         raise ValueError(f"verdicts are {right.dtype} {list(right.shape)}, expected bool [prompts, answers]")
+    # `fsum` is exact: the result does not depend on the order of the prompts.
     counts, answers = right.sum(axis=1).tolist(), right.shape[1]
     return {f"pass@{k}": math.fsum(pass_at_k(answers, count, k) for count in counts) / len(counts) for k in ks}

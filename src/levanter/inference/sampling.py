@@ -316,6 +316,7 @@ def sample(
     policy = None
     if policy_logprobs:
         # Of the model's logits, as the scorer computes it (`token_logprobs`): biases and penalties are not in it.
+        # A greedy row has no distribution of its own: its temperature 0 would divide by zero.
         temperature = hax.where(params.temperature > 0, params.temperature, 1.0)
         policy_normalizer = hax.log(hax.sum(hax.exp((logits - top) / temperature), Vocab))
         policy = hax.where(ok, (token_logits - top) / temperature - policy_normalizer, 0.0)
