@@ -15,7 +15,7 @@ import jax
 
 from haliax_ext.abstract import abstract, leaves
 from haliax_ext.sources import TensorSource
-from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, check_tensors, read_config
+from levanter.compat.hf.config_bridge import BridgedConfig, check_model_block, check_tensors, read_config, write_config
 from levanter.compat.hf.errors import CheckpointError, MissingCheckpointFileError, UnreachableError
 from levanter.compat.hf.index import open_weights
 from levanter.compat.hf.locate import ResolvedRef, locate, locate_first
@@ -89,7 +89,8 @@ class PretrainedCheckpoint:
             kinds[info.dtype.name] = kinds.get(info.dtype.name, 0) + info.nbytes
         # The dtype of most bytes: float32 norms beside bfloat16 matrices do not count as the format.
         stored = self.quantization or max(kinds, key=lambda kind: kinds[kind])
-        form = "GGUF" if self.where.lower().endswith(".gguf") else "safetensors"
+        forms = {".gguf": "GGUF", ".pt": "torch"}
+        form = forms.get(Path(self.where).suffix.lower(), "safetensors")
         return f"{self.ref} ({self.bridged.kind.model_type}, {form} {stored}, {self.nbytes / 2**20:,.1f} MiB)"
 
     def tokenizer(self) -> FastTokenizer:
@@ -203,6 +204,8 @@ def _open(located: ResolvedRef, allow_pickle: bool) -> PretrainedCheckpoint:
             suggestion=f"give the folder:  {located.repository.name}",
         )
     repository = located.repository
+    if CONFIG not in repository.files and _has_nanochat(repository):
+        return _open_nanochat(located)
     document = _config(located)
     where = repository.where(CONFIG)
     stored_format = read_quantization(document, where=where)
@@ -256,6 +259,38 @@ def _linear_weights(config: LmConfig) -> frozenset[str]:
 
 def _repository_tokenizer(repository: Repository) -> FastTokenizer:
     return load_from_repository(repository)
+
+
+def _has_nanochat(repository: Repository) -> bool:
+    # The names of nanochat's files are looked at first: most folders without a config.json are something else.
+    if not any(name.startswith("model_") for name in repository.files):
+        return False
+    from levanter.compat.nanochat import is_nanochat_folder
+
+    return is_nanochat_folder(repository.files)
+
+
+def _open_nanochat(located: ResolvedRef) -> PretrainedCheckpoint:
+    """A folder of nanochat's own files, as if it had the config.json of its architecture."""
+    from levanter.compat.nanochat import open_nanochat
+
+    repository = located.repository
+    model = max(name for name in repository.files if name.startswith("model_") and name.endswith(".pt"))
+    folder = open_nanochat(repository.local_path(model).parent)
+    document = write_config(folder.config)
+    return PretrainedCheckpoint(
+        ref=located.ref,
+        where=repository.where(model),
+        document=document,
+        bridged=read_config(document, where=repository.where(model)),
+        source=folder.source,
+        quantization=None,
+        int8=frozenset(),
+        passed_over=located.passed_over,
+        notes=tuple(f"{name} is not read: the architecture does not have it" for name in folder.ignored),
+        # nanochat keeps its tokenizer elsewhere; a tokenizer.json in the folder is read.
+        _open_tokenizer=lambda: _repository_tokenizer(repository),
+    )
 
 
 def _open_gguf(located: ResolvedRef) -> PretrainedCheckpoint:
