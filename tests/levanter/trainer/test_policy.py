@@ -137,6 +137,29 @@ def test_the_gap_is_zero_for_the_log_probabilities_of_the_scorer_itself(model, t
     assert values[GAP] < 1e-6
 
 
+def test_rows_written_by_hand():
+    """The last token of a prompt predicts the first of the answer; an end of text in a prompt has no effect."""
+    answers = [
+        SampledAnswer(
+            prompt=np.array([5, 0, 6]), ids=np.array([7, 0]), sampler_logprobs=np.float32([-1, -2]), advantage=0.5
+        ),
+        SampledAnswer(
+            prompt=np.array([9]), ids=np.array([8]), sampler_logprobs=np.float32([-3]), advantage=-1.0, learned=False
+        ),
+    ]
+    packing = pack_answers(answers, positions=8)
+    rows = answer_rows(answers, np.array([2.0, 4.0]), packing, positions=8)
+    assert {name: array.tolist() for name, array in rows.items()} == {
+        "tokens": [[5, 0, 6, 7, 0, 9, 8, 0]],
+        "targets": [[-1, -1, 7, 0, -1, 8, -1, -1]],
+        "segment_ids": [[0, 0, 0, 0, 0, 1, 1, -1]],
+        "count": [[0, 0, 1, 1, 0, 0, 0, 0]],
+        "weight": [[0, 0, 2, 2, 0, 0, 0, 0]],
+        "advantage": [[0, 0, 0.5, 0.5, 0, 0, 0, 0]],
+        "sampler_logprob": [[0, 0, -1, -2, 0, -3, 0, 0]],
+    }
+
+
 def test_answers_that_do_not_fit_are_all_named():
     bad = [
         replace(ANSWERS[0], prompt=np.zeros(POSITIONS, np.int32)),
