@@ -16,12 +16,16 @@ class Guide(NamedTuple):
         keys: the keys that most runs set, first in its `--help`.
         example: a configuration of the repository; "" for none.
         first_word: the key that a first word without a flag sets (`levanter serve ./my-llama`); "" for none.
+        extra: the extra of this project that a run needs, "" for none; a plan does not need it.
+        packages: the packages that this extra brings and a run imports.
     """
 
     group: str
     keys: tuple[str, ...] = ()
     example: str = ""
     first_word: str = ""
+    extra: str = ""
+    packages: tuple[str, ...] = ()
 
 
 GROUPS = (
@@ -87,7 +91,9 @@ GUIDES: Mapping[str, Guide] = MappingProxyType(
             "Generate and serve",
             ("hf_checkpoint", "port", "inference.max_rows", "inference.max_seq_len", _MESH),
             "config/serve/demo.yaml",
-            "hf_checkpoint",
+            first_word="hf_checkpoint",
+            extra="serve",
+            packages=("starlette", "uvicorn"),
         ),
         "plan": Guide("Plan", (), "config/eval/demo.yaml"),
         "cache_dataset": Guide("Prepare and convert"),

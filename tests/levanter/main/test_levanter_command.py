@@ -79,6 +79,14 @@ def test_a_command_without_words_says_how_to_begin(name, capsys):
     assert len(said.splitlines()) < 30
 
 
+def test_a_missing_extra_is_reported_before_the_plan(capsys, monkeypatch):
+    monkeypatch.setattr("levanter.commands.cli.main.find_spec", lambda package: None)
+    assert run_command("serve", ["--hf_checkpoint", "acme/no-such-model"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: serve needs starlette and uvicorn, which are not installed\n")
+    assert "pip install 'levanter-fork[serve]'" in said.err and not said.out
+
+
 def test_help_begins_with_the_keys_that_most_runs_set(capsys):
     assert run_command("train_lm", ["--help"]) == 0
     short = capsys.readouterr().out

@@ -6,6 +6,7 @@ Neither `python -m levanter.main.eval_lm --help` nor an invalid configuration im
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from levanter.commands.catalog import ENTRY_POINTS, collection_paused
@@ -16,10 +17,15 @@ from levanter.commands.guides import GROUPS, GUIDES, Guide
 from levanter.config import Loaded, load_written
 from levanter.config.help import first_steps
 from levanter.io import setup_logging
+from levanter.io.package_version import DISTRIBUTION
 
 
 class NoConfigurationError(ValueError):
     """A command was given nothing at all; the message says how to begin."""
+
+
+class MissingExtraError(ValueError):
+    """Packages of an extra are not installed."""
 
 
 def load_command_line(name: str, words: Sequence[str], *, program: str) -> Loaded[Any]:
@@ -58,6 +64,13 @@ def run_command(name: str, argv: Sequence[str] | None = None) -> int:
         setup_logging()
         words = list(sys.argv[1:] if argv is None else argv)
         loaded = load_command_line(name, words, program=f"python -m levanter.main.{name}")
+        guide = GUIDES[name]
+        # Before the model is described, which takes seconds to minutes.
+        if missing := [package for package in guide.packages if find_spec(package) is None]:
+            raise MissingExtraError(
+                f"{name} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed\n"
+                f"  → pip install '{DISTRIBUTION}[{guide.extra}]'"
+            )
         # Importing JAX takes seconds, and its C++ modules abort if an import is interrupted.
         with interrupts_deferred(), collection_paused():
             from levanter.commands.cli.runner import run_config
