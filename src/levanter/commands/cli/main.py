@@ -17,7 +17,6 @@ from levanter.commands.guides import GROUPS, GUIDES, Guide
 from levanter.config import Loaded, load_written
 from levanter.config.help import first_steps
 from levanter.io import setup_logging
-from levanter.io.package_version import DISTRIBUTION
 
 
 class NoConfigurationError(ValueError):
@@ -67,6 +66,8 @@ def run_command(name: str, argv: Sequence[str] | None = None) -> int:
         guide = GUIDES[name]
         # Before the model is described, which takes seconds to minutes.
         if missing := [package for package in guide.packages if find_spec(package) is None]:
+            from levanter.io.package_version import DISTRIBUTION
+
             raise MissingExtraError(
                 f"{name} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed\n"
                 f"  → pip install '{DISTRIBUTION}[{guide.extra}]'"
