@@ -97,7 +97,12 @@ GUIDES: Mapping[str, Guide] = MappingProxyType(
         ),
         "plan": Guide("Plan", (), "config/eval/demo.yaml"),
         "cache_dataset": Guide("Prepare and convert"),
-        "train_tokenizer": Guide("Prepare and convert"),
+        "train_tokenizer": Guide(
+            "Prepare and convert",
+            ("data.components", "vocab_size", "output_path", "compare"),
+            "config/recipes/nanochat_d4.yaml",
+        ),
+        "recipe": Guide("Plan", ("depth", "target", "ratio", "price", "output_path", "plan")),
         "export_lm_to_hf": Guide(
             "Prepare and convert", ("checkpoint_path", "hf_checkpoint", "model", "output_dir", "tokenizer")
         ),

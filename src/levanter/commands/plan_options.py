@@ -166,7 +166,7 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
     prices: tuple[str, ...] = ()
     if values["price"]:
         try:
-            prices = _price_words(values["price"][0])
+            prices = price_words(values["price"][0])
         except PlanUsageError as error:
             problems.append(str(error))
     if prices and values["chip_hour_price"] and prices[0].startswith("--plan.chip_hour_price"):
@@ -195,10 +195,10 @@ def parse_plan_request(argv: Sequence[str]) -> PlanRequest:
     )
 
 
-def _price_words(text: str) -> tuple[str, ...]:
+def price_words(text: str) -> tuple[str, ...]:
     """The words for the entry point's command line that mean `--price TEXT`.
 
-    >>> _price_words("4.2"), _price_words("v5p=4, v6e:spot=1.5")
+    >>> price_words("4.2"), price_words("v5p=4, v6e:spot=1.5")
     (('--plan.chip_hour_price=4.2',), ('--plan.price={"v5p": 4, "v6e:spot": 1.5}',))
 
     Raises:

@@ -36,6 +36,7 @@ WITHOUT_A_PLAN = {
     "demo_sft",
     "cache_dataset",
     "train_tokenizer",
+    "recipe",
     "demo_train",
     "migrate",
 }

@@ -63,7 +63,7 @@ def run_command(name: str, argv: Sequence[str] | None = None) -> int:
         setup_logging()
         words = list(sys.argv[1:] if argv is None else argv)
         loaded = load_command_line(name, words, program=f"python -m levanter.main.{name}")
-        guide = GUIDES.get(name, Guide(GROUPS[-1]))
+        guide = GUIDES[name]
         # Before the model is described, which takes seconds to minutes.
         if missing := [package for package in guide.packages if find_spec(package) is None]:
             from levanter.io.package_version import DISTRIBUTION

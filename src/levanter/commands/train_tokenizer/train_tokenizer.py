@@ -13,9 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from levanter.commands.train.config import TrainLmConfig
 from levanter.commands.train_tokenizer.compression import Compression, measure, measured_texts, table
 from levanter.commands.train_tokenizer.training_text import TextCounts, TrainingText, text_sets
 from levanter.compat.hf.bpe_training import BYTES, BpeSpecification, train_bpe
@@ -23,13 +24,15 @@ from levanter.compat.hf.export_dir import ExportDir, export_dir
 from levanter.compat.hf.nanochat_tokens import ASSISTANT_END, BOS, CHAT_TEMPLATE, PATTERN, SPECIAL_TOKENS
 from levanter.compat.hf.tokenizer import DEFINITION, FastTokenizer
 from levanter.compat.open import load_tokenizer
-from levanter.config.validators import ManyInt, PathText, PositiveInt, Ranged
-from levanter.data import DataError, LmDataConfig, Tokenizer
+from levanter.config import ExplicitKeys
+from levanter.config.validators import ManyInt, PathText, PositiveInt
+from levanter.data import DataError, Tokenizer
 from levanter.io import Output, Progress, leased, probe
 from levanter.io.progress import amount, duration
 
 T = TypeVar("T")
 
+DEFAULT_SIZE = 32_768
 LARGEST_VOCABULARY = 1 << 22
 """Ids beyond this are a typing error: an embedding table has a row for each."""
 ROWS_MULTIPLE = 64
@@ -37,12 +40,12 @@ ROWS_MULTIPLE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainTokenizerConfig(Ranged):
-    """Train a tokenizer on the training text of a `data:` block.
+class TrainTokenizerConfig(TrainLmConfig):
+    """Train a tokenizer on the training text of a training configuration; only `data.components` is read of it.
 
     Attributes:
-        data: the data sets; of this block, `components` alone has an effect.
-        vocab_size: the number of ids: 256 bytes, merges, and 9 special tokens.
+        vocab_size: the number of ids: 256 bytes, merges, and 9 special tokens; null for `model.vocab_size` if the
+            document has one, else 32,768.
         output_path: the folder to write.
         max_chars: the most characters to train on; data sets share them equally.
         max_document_chars: the most characters of one document; the rest of it is not used.
@@ -50,8 +53,7 @@ class TrainTokenizerConfig(Ranged):
         overwrite: whether an existing folder is replaced.
     """
 
-    data: LmDataConfig = field(default_factory=LmDataConfig)
-    vocab_size: PositiveInt = 32768
+    vocab_size: PositiveInt | None = None
     output_path: PathText = "tokenizer"
     max_chars: ManyInt | None = 2_000_000_000
     max_document_chars: PositiveInt | None = 10_000
@@ -60,14 +62,35 @@ class TrainTokenizerConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        smallest = BYTES + len(SPECIAL_TOKENS)
-        if self.vocab_size < smallest:
-            raise ValueError(
-                f"vocab_size: {self.vocab_size} is less than {smallest}: the {BYTES} bytes and {len(SPECIAL_TOKENS)} "
-                f"special tokens\n  → set vocab_size to at least {smallest} (2048 for a small model, 32768 by default)"
-            )
-        if self.vocab_size > LARGEST_VOCABULARY:
-            raise ValueError(f"vocab_size: {self.vocab_size:,} is more than {LARGEST_VOCABULARY:,}, the largest")
+        if self.vocab_size is not None and (problem := _size_problem(self.vocab_size)):
+            raise ValueError(f"vocab_size: {problem}")
+
+
+def _size_problem(size: int) -> str | None:
+    """What is wrong with a number of ids."""
+    smallest = BYTES + len(SPECIAL_TOKENS)
+    if size < smallest:
+        return (
+            f"{size} is less than {smallest}: the {BYTES} bytes and {len(SPECIAL_TOKENS)} special tokens\n"
+            f"  → set vocab_size to at least {smallest} (2048 for a small model, 32768 by default)"
+        )
+    return f"{size:,} is more than {LARGEST_VOCABULARY:,}, the largest" if size > LARGEST_VOCABULARY else None
+
+
+def _size(config: TrainTokenizerConfig, written: ExplicitKeys | None) -> int:
+    """The number of ids.
+
+    Raises:
+        ValueError: the model's vocabulary is too small or too large for a tokenizer.
+    """
+    if config.vocab_size is not None:
+        return config.vocab_size
+    size = config.model.vocab_size if written is not None and "model.vocab_size" in written else None
+    if size is None:
+        return DEFAULT_SIZE
+    if problem := _size_problem(size):
+        raise ValueError(f"model.vocab_size: {problem}")
+    return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +128,9 @@ class TrainedTokenizer:
         }
 
 
-def main(config: TrainTokenizerConfig) -> int:
+def main(config: TrainTokenizerConfig, *, written: ExplicitKeys | None = None) -> int:
     """Trains, reports, writes."""
+    config = replace(config, vocab_size=_size(config, written))
     sets = text_sets(config.data)
     # A mistake in this name must not cost the training.
     compared = None if config.compare is None else load_tokenizer(config.compare)
@@ -119,6 +143,7 @@ def main(config: TrainTokenizerConfig) -> int:
     size = sum(text_set.nbytes for text_set in sets)
     names = ", ".join(text_set.name for text_set in sets)
     print(f"text: {names}; {amount(size, 'bytes')} of files" if size else f"text: {names}")
+    assert config.vocab_size is not None
     if config.vocab_size % ROWS_MULTIPLE:
         nearest = -(-config.vocab_size // ROWS_MULTIPLE) * ROWS_MULTIPLE
         print(f"vocab_size {config.vocab_size:,} is no multiple of {ROWS_MULTIPLE}; {nearest:,} would be one")
@@ -154,6 +179,7 @@ def train(
         DataError: there is no text, or a file cannot be read.
         SmallTextError: there is too little of it for the vocabulary.
     """
+    assert config.vocab_size is not None
     specification = BpeSpecification(
         vocab_size=config.vocab_size, pattern=PATTERN, special_tokens=SPECIAL_TOKENS, bos=BOS
     )
