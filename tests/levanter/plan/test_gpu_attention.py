@@ -1,5 +1,7 @@
 """What the other attention kernel would cost: arithmetic by hand, and which runs have a choice."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from levanter.commands.train.lm.train_lm import TrainLmConfig, describe
@@ -14,7 +16,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-def planned(target: str, *, separate: bool = True, trainer: object = (), **model: object):
+def planned(target: str, *, separate: bool = True, trainer: Mapping[str, object] | None = None, **model: object):
     run = {
         "model": LLAMA | model,
         "data": {
@@ -22,7 +24,7 @@ def planned(target: str, *, separate: bool = True, trainer: object = (), **model
             "components": {"a": {"source": {"train_urls": ["a.txt"]}}},
             "block_cross_document_attention": separate,
         },
-        "trainer": {"mp": "p=f32,c=bfloat16", "train_batch_size": 16, "num_train_steps": 1, **dict(trainer)},
+        "trainer": {"mp": "p=f32,c=bfloat16", "train_batch_size": 16, "num_train_steps": 1, **(trainer or {})},
     }
     return describe(parse(TrainLmConfig, overrides=run), pod_target(parse_accelerator(target)))
 
@@ -30,6 +32,7 @@ def planned(target: str, *, separate: bool = True, trainer: object = (), **model
 def test_seconds_and_bytes_by_hand():
     """2 rows of 4,096 tokens a GPU, 8 heads of 128, 4 layers, recomputed."""
     plan, pod = planned("h100x8"), parse_accelerator("h100x8")
+    assert not isinstance(plan.searchable, str)
     kernel, blocks, plain = (
         attention_cost(plan, plan.searchable, pod, name) for name in ("cudnn", "blockwise", "reference")
     )
@@ -40,6 +43,7 @@ def test_seconds_and_bytes_by_hand():
     assert plain.seconds == pytest.approx(4 * scores * (24 + 18 + 24) / (3350e9 * 0.85))
     assert blocks.nbytes == 2 * 4 * 2 * 8 * 4096 * 512 and plain.nbytes == 2 * 4 * scores
     saved = planned("h100x8", gradient_checkpointing=False)
+    assert not isinstance(saved.searchable, str)
     assert attention_cost(saved, saved.searchable, pod, "cudnn").seconds == pytest.approx(kernel.seconds * 7 / 9)
 
 

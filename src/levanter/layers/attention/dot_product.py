@@ -124,6 +124,7 @@ def cudnn_attention(
         return shapes.queries(streamed(*shapes.named_operands(q, k, v), of_batch))
 
     out = _either(kernel, by_blocks, shapes.sharded, *shapes.operands(q, k, v), documents, segments)
+    assert isinstance(out, jax.Array)
     return shapes.named(out).rearrange(q.axes)
 
 
@@ -184,14 +185,14 @@ def _backward(
 
     def otherwise(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array, gradient: jax.Array) -> Arrays:
         with _unlikely():
-            return jax.vjp(lambda *inputs: by_blocks(*inputs, segments), q, k, v)[1](gradient)
+            return jax.vjp(lambda q, k, v: by_blocks(q, k, v, segments), q, k, v)[1](gradient)
 
     # The same condition as in the forward pass, so `extra` is of the branch that runs.
     of_q, of_k, of_v = jax.lax.cond(jnp.all(documents.fits), by_kernel, otherwise, q, k, v, out, gradient)
     return of_q, of_k, of_v, None, None
 
 
-def _unlikely() -> AbstractContextManager[None]:
+def _unlikely() -> AbstractContextManager[object]:
     """The scope by which a plan knows the branch that few batches take."""
     from haliax_ext.hlo.op_metadata import UNLIKELY  # The readers of compiled text are no part of other runs.
 
@@ -218,7 +219,7 @@ class _KernelResiduals:
 
     def forward(self, *inputs: jax.Array) -> tuple[jax.Array, Arrays]:
         """The result of the kernel, and these arrays."""
-        out, pull_back = jax.vjp(lambda *x: self._kernel(*x, self._documents), *inputs)
+        out, pull_back = jax.vjp(lambda q, k, v: self._kernel(q, k, v, self._documents), *inputs)
         leaves, self._structure = jax.tree.flatten(pull_back)
         known = self._known(inputs, out)
         # The same tracer is the same array: only the others are kept.
