@@ -62,6 +62,7 @@ NEEDED = {
         "--long_factor",
         "[2.0]",
     ],
+    "PromptsLmDatasetFormat": ["--prompt", "question"],
 }
 """What has no default."""
 NOT_PARSED = {
