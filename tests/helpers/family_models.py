@@ -127,6 +127,7 @@ VARIANTS: Mapping[str, Variant] = {
         hf="Qwen3Moe", changes=dict(_EXPERTS, head_dim=16, moe_intermediate_size=32, norm_topk_prob=True)
     ),
     # Variants.
+    "nanochat_yarn": Variant(hf="NanoChat", changes=dict(rope_parameters=YARN)),
     "llama_llama3": Variant(hf="Llama", changes=dict(rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True)),
     "mistral_yarn": Variant(hf="Mistral", changes=dict(sliding_window=WINDOW, rope_parameters=YARN)),
     "mixtral_linear": Variant(hf="Mixtral", changes=dict(_EXPERTS, rope_parameters=LINEAR)),

@@ -158,6 +158,8 @@ def hard_inputs(name: str) -> set[str]:
     if any(window is not None and window < LENGTH for window in map(config.window, range(config.num_layers))):
         found.add("longer than the window")
     for rope in config.ropes.values():
+        # One that turns the other way is around another one.
+        rope = getattr(rope, "inner", rope)
         original = getattr(rope, "original_max_position_embeddings", config.max_seq_len / rope.factor)
         if not isinstance(rope, DefaultRotaryConfig) and original < LENGTH:
             found.add("longer than the original context")
@@ -168,7 +170,13 @@ def hard_inputs(name: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("model_type", [name for name in families_of_config_json("llama") if name != "gemma3"])
+KNOWN_TO_TRANSFORMERS = [
+    name for name in families_of_config_json("llama") if name != "gemma3" and not name.startswith("levanter_")
+]
+"""Gemma 3 is `gemma3_text` there; documents of our own are ours alone."""
+
+
+@pytest.mark.parametrize("model_type", KNOWN_TO_TRANSFORMERS)
 def test_every_family_meets_every_hard_input(model_type):
     """But those that its kind of model cannot have: `transformers` has no field for it."""
     fields = pytest.importorskip("transformers").CONFIG_MAPPING[model_type]().to_dict()

@@ -219,7 +219,6 @@ _MODULE_NAMES: Mapping[str, Mapping[str, str]] = {
     "levanter.callbacks.profiler": {"ProfilerConfig": "levanter.trainer:ProfilerConfig"},
     "levanter.optim": {"RMSPropMomentumConfig": "levanter.optim:RmsPropConfig"},
     "levanter.optim.clip_update_norm": {"ClipUpdateNormConfig": "levanter.optim:ClipUpdateNormConfig"},
-    "levanter.optim.muon": {"MuonConfig": "levanter.optim:MuonConfig"},
     "levanter.optim.rmsprop": {"RMSPropMomentumConfig": "levanter.optim:RmsPropConfig"},
     "levanter.optim.skipstep": {"SkipStepConfig": "levanter.optim:SkipStepConfig"},
     "levanter.distributed": {

@@ -65,8 +65,9 @@ def test_a_mask_in_zigzag_order_is_the_mask_permuted():
 def test_layers_that_need_positions_in_order_refuse_another():
     """A convolution over positions would be of positions that are not neighbours."""
     mixer = ConvolutionSpec(Embed=Axis("embed", 4), Channel=Axis("channel", 4), Tap=Axis("tap", 2), init_std=0.1)
-    convolved = SimpleNamespace(config=SimpleNamespace(layers=[SimpleNamespace(mixer=mixer)]))
     attending = SimpleNamespace(config=config())
+    layer = SimpleNamespace(mixer=mixer, residual=attending.config.layers[0].residual)
+    convolved = SimpleNamespace(config=SimpleNamespace(layers=[layer]))
     with jax.sharding.use_abstract_mesh(mesh_of(1, 4, 1, "gather").abstract()):
         with mappings_in_scope(mappings_of("gather", "natural")):
             assert zigzag_shards(convolved) == zigzag_shards(attending) == 1
