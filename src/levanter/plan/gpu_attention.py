@@ -19,6 +19,7 @@ from levanter.layers.attention.backends import (
     DEFAULT_BLOCK,
     MAX_CUDNN_HEAD,
     MAX_MATERIALIZED_KEYS,
+    MIN_PACKED_ROWS,
     choose_backend,
 )
 from levanter.models.stack import checkpoint_policy
@@ -99,6 +100,8 @@ def attention_note(plan: RunPlan, pod: Accelerator | None) -> str | None:
         # On these cards the kernel takes rows of one document only.
         where = " and data.block_cross_document_attention: false"
     ours, theirs = (attention_cost(plan, searchable, pod, kernel) for kernel in (now, other))
+    if now == "cudnn" and _rows_of_call(plan, searchable) < MIN_PACKED_ROWS:
+        ours = f"{ours}; packed documents of a single row take blockwise"
     return (
         f"attention of a {plan.workloads[0].program}: {now}, {ours}; with model.attn_backend: {other}{where} it would "
         f"be {theirs} (by arithmetic, without projections)"
@@ -170,11 +173,14 @@ def _recomputes(plan: RunPlan) -> bool:
     return not (policy.disable or policy.save_block_internals is True)
 
 
-def _rows_at_once(plan: RunPlan, searchable: Searchable) -> int:
+def _rows_of_call(plan: RunPlan, searchable: Searchable) -> int:
     # Activations of a plan are those of one microbatch over all devices.
+    return max((dict(leaf.leaf.axes).get(searchable.batch_axis, 1) for leaf in plan.activations.leaves), default=1)
+
+
+def _rows_at_once(plan: RunPlan, searchable: Searchable) -> int:
     ways = plan.mesh.ways(plan.sharding.mappings.compute.mesh_axes(searchable.batch_axis))
-    sizes = [dict(leaf.leaf.axes).get(searchable.batch_axis, 1) for leaf in plan.activations.leaves]
-    return max(1, max(sizes, default=1) // ways)
+    return max(1, _rows_of_call(plan, searchable) // ways)
 
 
 def _head_shards(plan: RunPlan) -> int:

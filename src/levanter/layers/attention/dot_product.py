@@ -22,6 +22,7 @@ from haliax import Axis, NamedArray
 from jax._src.cudnn import fused_attention_stablehlo as cudnn  # The packed layout has no public function.
 from jax._src.lib import cuda_versions
 
+from levanter.layers.attention.backends import MIN_PACKED_ROWS
 from levanter.layers.attention.mask import AttentionMask
 
 logger = logging.getLogger(__name__)
@@ -95,13 +96,17 @@ def cudnn_attention(
     """
     Pos, KeyPos = q.resolve_axis("position"), k.resolve_axis("key_position")
     segmented = mask.query_segments is not None
+    shapes = _JaxShapes(q, k)
     obstacle = device_obstacle(q.resolve_axis("head_size").size, packed=segmented) or _mask_obstacle(mask, Pos, KeyPos)
+    # JAX's sharding rule of the packed layout has rows · documents as one dimension, and XLA refuses such a dimension
+    # where a factor of it is 1.
+    if segmented and shapes.rows < MIN_PACKED_ROWS:
+        obstacle = obstacle or f"rows of several documents are taken {MIN_PACKED_ROWS} at once, not {shapes.rows}"
     if obstacle:
         logger.warning("attention: blockwise instead of cudnn: %s", obstacle)
         return streamed(q, k, v, mask)
     if not segmented:
         return jax_native_attention(q, k, v, mask, softmax_scale=softmax_scale, implementation="cudnn")
-    shapes = _JaxShapes(q, k)
     assert mask.query_segments is not None
     segments = mask.query_segments.astype(jnp.int32).broadcast_to((*shapes.leading, Pos))
     documents = packed_documents(shapes.plain(segments, Pos), max_documents(Pos.size))
@@ -284,6 +289,7 @@ class _JaxShapes:
         self.KVHead, self.Group, self.HeadSize = (q.resolve_axis(name) for name in names)
         inner = (self.Pos, self.KVHead, self.Group, self.HeadSize)
         self.leading = tuple(axis for axis in q.axes if axis not in inner)
+        self.rows = math.prod(axis.size for axis in self.leading)
 
     def plain(self, x: NamedArray, *axes: Axis) -> jax.Array:
         """The array `[leading (flattened), *axes]`."""
@@ -312,10 +318,10 @@ class _JaxShapes:
 
         They are results of a branch, of which the compiler would make a copy on every device.
         """
-        rows, heads = math.prod(a.size for a in self.leading), self.KVHead.size * self.Group.size
-        if x.ndim != 3 or x.shape[0] % rows or x.shape[1:] != (heads, self.Pos.size):
+        heads = self.KVHead.size * self.Group.size
+        if x.ndim != 3 or x.shape[0] % self.rows or x.shape[1:] != (heads, self.Pos.size):
             return x
-        of_row = Axis("documents_of_row", x.shape[0] // rows)
+        of_row = Axis("documents_of_row", x.shape[0] // self.rows)
         axes = (*self.leading, of_row, self.KVHead, self.Group, self.Pos)
         return hax.auto_sharded(hax.named(x.reshape([a.size for a in axes]), axes)).array.reshape(x.shape)
 

@@ -95,6 +95,19 @@ def inputs():
     )
 
 
+def test_a_single_packed_row_does_not_reach_the_kernel(calls):
+    """JAX's sharding rule of the packed layout takes two rows at least; the text of a Program would be refused."""
+    q, k, v = (x["batch", 0:1] for x in inputs())
+    mask = AttentionMask.causal().with_segment_ids(hax.named(PACKED[:1], (q.resolve_axis("batch"), Pos)))
+    mine = attend(q, k, v, mask, softmax_scale=0.3, choice=CUDNN)
+    assert not calls
+    expected = reference_attention(q, k, v, mask, softmax_scale=0.3)
+    np.testing.assert_allclose(mine.array, expected.array, atol=2e-6)
+    # Without documents a single row does.
+    attend(q, k, v, AttentionMask.causal(), softmax_scale=0.3, choice=CUDNN)
+    assert calls == ["simple"]
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask_equals_the_reference(name, calls):
     """Values and gradients, whichever path a mask takes; no path loses a segment."""
