@@ -19,9 +19,9 @@ from levanter.layers.attention.backends import (
     DEFAULT_BLOCK,
     MAX_CUDNN_HEAD,
     MAX_MATERIALIZED_KEYS,
-    MIN_PACKED_ROWS,
     choose_backend,
 )
+from levanter.layers.attention.dot_product import MIN_PACKED_ROWS
 from levanter.models.stack import checkpoint_policy
 from levanter.plan.gpu_kernel_time import kernel_shares
 from levanter.runplan import RunPlan, Searchable

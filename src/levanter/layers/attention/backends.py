@@ -49,8 +49,6 @@ MAX_MATERIALIZED_KEYS = 2048
 MIN_KERNEL_KEYS = 256
 """Below this many keys the default is `reference`: on TPUs its scores cost less than the kernel's block visits."""
 
-MIN_PACKED_ROWS = 2
-"""Rows of several documents for which cuDNN's kernel is called at once: fewer take `blockwise`."""
 MAX_CUDNN_HEAD = 128
 """The most features of a head that cuDNN's kernel takes on every card that it runs on; on H100 and newer 256."""
 

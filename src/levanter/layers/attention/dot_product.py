@@ -22,13 +22,14 @@ from haliax import Axis, NamedArray
 from jax._src.cudnn import fused_attention_stablehlo as cudnn  # The packed layout has no public function.
 from jax._src.lib import cuda_versions
 
-from levanter.layers.attention.backends import MIN_PACKED_ROWS
 from levanter.layers.attention.mask import AttentionMask
 
 logger = logging.getLogger(__name__)
 
 MIN_DOCUMENTS, MAX_DOCUMENTS = 8, 64
 """Bounds of the number of documents of a row that the kernel gets."""
+MIN_PACKED_ROWS = 2
+"""Rows of several documents for which the kernel is called at once: fewer take `blockwise`."""
 MEAN_DOCUMENT = 128
 """Positions of a document on average, at the most documents that a row may have; the kernel's sums of a row exist once
 for each of them."""
