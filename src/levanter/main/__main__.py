@@ -66,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(listed(), file=sys.stderr)
         return 2
     if words[0] in ("-h", "--help", "help"):
-        print(listed())
+        try:
+            print(listed(), flush=True)
+        except BrokenPipeError as error:
+            # `levanter --help | head`: whoever reads has seen enough.
+            import_module("levanter.io.stdout").output_is_lost(error)
         return 0
     if words[0] == "--version":
         print(f"levanter {import_module('levanter.io.package_version').version()}")

@@ -145,3 +145,24 @@ def test_it_becomes_the_command(name, tmp_path):
     )
     assert answers[0].returncode == (2 if name == "migrate" else 0)
     assert answers[0].stdout + answers[0].stderr
+
+
+def test_a_reader_that_has_seen_enough_ends_the_list_silently():
+    """As in `levanter --help | head -1`: the pipe is closed before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "levanter", "--help"], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["train_tokenizer", "cache_dataset", "recipe"])
+def test_help_names_the_command_that_was_run(name):
+    done = subprocess.run(
+        [sys.executable, "-m", f"levanter.main.{name}", "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"usage: python -m levanter.main.{name} ")

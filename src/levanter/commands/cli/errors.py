@@ -43,10 +43,18 @@ def run_entry_point(config_class: type[C], main: Callable[..., int | None], argv
 
     def run() -> int | None:
         setup_logging()
-        config, keywords = arguments_for(main, load_written(config_class, list(sys.argv[1:] if argv is None else argv)))
+        words = list(sys.argv[1:] if argv is None else argv)
+        config, keywords = arguments_for(main, load_written(config_class, words, program=_program()))
         return main(config, **keywords)
 
     return shell(run)
+
+
+def _program() -> str | None:
+    """What a user types to run this module of ours; None for a script, whose help names the config's module."""
+    # `python -m` leaves the module's name here; the config's module would be a name that is no command.
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return f"python -m {spec.name}" if spec is not None and spec.name.startswith("levanter.main.") else None
 
 
 def shell(run: Callable[[], int | None]) -> int:
